@@ -187,7 +187,8 @@ def attention(
     if ready is not None:
         known: Any = (q, k, v)
         with _ATTENTION:
-            return ready.run(known, None, out, (*known, position, *options.values()), return_lse=return_lse)
+            lengths, read = ready.lengths(options.get("key_lengths")), (*known, position, *options.values())
+            return ready.run(known, lengths, out, read, return_lse=return_lse)
     given = completed(attention, options)
     if return_bound is not False:
         bounded.refuse(return_bound, q, given)
@@ -212,7 +213,7 @@ def attention(
         call.check_output(out)
         bounds = bounded.Bounded((q, k, v), position, given, call.problem.site.dtype) if return_bound else None
         result, lse = call.attend(out, return_lse)
-        if form is not None and not check.per_item(given["key_lengths"]):
+        if form is not None:
             repeated.keep(form, call.schemes, call.kept)
         found = (result, lse) if return_lse and lse is not None else (result,)
         if bounds is not None:

@@ -390,3 +390,34 @@ def test_threads_share_it(rng):
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as pool:
         patch.setattr(repeated, "MOST", 20)
         list(pool.map(many, range(6)))
+
+
+@pytest.mark.parametrize("position", [None, rp.ALiBi(), rp.Rotary(16), rp.T5(np.ones((32, 4), np.float32))])
+@pytest.mark.parametrize("shape", [(3, 1, 40), (3, 16, 16), (3, 70, 500)])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "offset": 0}, {"window": (20, 9), "offset": 3}])
+def test_lengths_of_items_come_with_each_call(position, shape, options, rng, runs):
+    """Whatever lengths a form was met with; those that do not fit are refused as in a call that is new."""
+    batch, q_len, k_len = shape
+    operands = rng.standard_normal((batch, 4, q_len, 16)), *rng.standard_normal((2, batch, 2, k_len, 16))
+    operands = [x.astype(np.float32) for x in operands]
+    call, all_keys = {"position": position, **options}, np.full(batch, k_len)
+    # Without an offset a shorter cache does not say where its queries stand, if that matters.
+    unplaced = q_len < k_len and position is not None and "offset" not in options
+    for lengths in (all_keys, [k_len] * batch, all_keys):
+        rp.attention(*operands, key_lengths=lengths, **call)
+    runs.clear()
+    assert_same_bits(
+        rp.attention(*operands, key_lengths=all_keys, return_lse=True, **call),
+        first(*operands, key_lengths=all_keys, return_lse=True, **call),
+    )
+    assert len(runs) == (not unplaced)
+    for lengths in (np.array([3, 0, 9]), rng.integers(0, k_len, (batch, 1))[:, 0], [k_len, 2, 1]):
+        if unplaced:
+            with pytest.raises(rp.RelposValueError, match="do not say where the queries stand"):
+                rp.attention(*operands, key_lengths=lengths, **call)
+        else:
+            expected = first(*operands, key_lengths=lengths, return_lse=True, **call)
+            assert_same_bits(rp.attention(*operands, key_lengths=lengths, return_lse=True, **call), expected)
+    for wrong in (all_keys + 1, all_keys - 1000, all_keys[:2], all_keys * 0.5, all_keys[:1]):
+        with pytest.raises(rp.RelposError, match="key_lengths: "):
+            rp.attention(*operands, key_lengths=wrong, **call)

@@ -11,7 +11,7 @@ import numpy as np
 from relpos_np import backend as _backend
 from relpos_np._calls import memory_bounds
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lifted, each_lowered, fit_option
-from relpos_np._calls.prepared import Ready, ready, ready_for_sequences
+from relpos_np._calls.prepared import Ready, ready, ready_for_lengths, ready_for_sequences
 from relpos_np._calls.sinks import before_sinks, sink
 from relpos_np._contract import check, outputs
 from relpos_np._contract.gradient import AttentionGradient
@@ -101,7 +101,12 @@ class Call:
         assert v is not None
         shape = problem.out_shape[1:] if self.flat else problem.out_shape
         if sequences is None:
-            return ready((q, k, v), problem, schemes, shape, self.dtype)
+            by_item = check.per_item(self.given["key_lengths"])
+            if by_item and (self.flat or (problem.unplaced and (schemes or problem.is_banded))):
+                # Lengths, which come with each call, decide whether it says where its queries stand.
+                return None
+            made = ready_for_lengths if by_item else ready
+            return made((q, k, v), problem, schemes, shape, self.dtype)
         return ready_for_sequences((q, k, v), problem, schemes, shape, self.dtype, sequences, sequences.reach())
 
     def _sinks(self) -> Array | None:

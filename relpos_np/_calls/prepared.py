@@ -41,12 +41,18 @@ class Ready:
         self._computing = [(scheme, [_layout(x) for x in vectors]) for scheme, vectors in computing]
         self.fits, self.takes_lengths = planned.fits, planned.takes_lengths
         self.nbytes = sum([x.nbytes for x in planned.kept])
+        # Whether each call says how many keys its items have.
+        self.by_item = False
 
     def of(self, sequences: Sequences) -> Ready:
         """What calls begin with whose sequences stand where these do."""
         found = copy.copy(self)
         found._planned = self._planned.of(sequences)
         return found
+
+    def lengths(self, given: Any) -> Array | None:
+        """Lengths of keys that a call gives for its items, if it does."""
+        return check.lengths_of_keys(given, self._site.batch, self._site.k_len) if self.by_item else None
 
     def run(
         self,
@@ -143,6 +149,23 @@ def ready(
     return None if planned is None else Ready(planned, shape, result, site, own, computing)
 
 
+def ready_for_lengths(
+    operands: tuple[Array, Array, Array],
+    problem: Problem,
+    schemes: tuple[Scheme, ...],
+    shape: tuple[int, ...],
+    result: np.dtype[Any],
+) -> Ready | None:
+    """As `ready`, of calls that say how many keys each of their items has."""
+    made = ready(operands, replace(problem, key_lengths=None), schemes, shape, result)
+    if made is not None and not made.takes_lengths:
+        lengths = check.lengths_of_keys(problem.site.k_len, problem.batch, problem.site.k_len)
+        made = ready(operands, replace(problem, key_lengths=lengths), schemes, shape, result)
+    if made is not None:
+        made.by_item = True
+    return made
+
+
 def ready_for_sequences(
     operands: tuple[Array, Array, Array],
     problem: Problem,
@@ -211,8 +234,7 @@ class PreparedAttention:
         made = ready((q, k, v), problem, schemes, shape, result)
         self._ready = {False: made, True: made}
         if made is not None and not made.takes_lengths:
-            problem.key_lengths = check.lengths_of_keys(self._k_len, self._batch, self._k_len)
-            self._ready[True] = ready((q, k, v), problem, schemes, shape, result)
+            self._ready[True] = ready_for_lengths((q, k, v), problem, schemes, shape, result)
         if options["selected"] is None:
             reach, lengths = (problem.site.q_len, self._k_len), np.broadcast_to(np.int64(self._k_len), self._batch)
             items, alone = Sequences.of_items(lengths - reach[0], *reach, lengths), replace(problem, key_lengths=None)

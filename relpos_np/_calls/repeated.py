@@ -18,6 +18,7 @@ import numpy as np
 from relpos_np import backend as _backend
 from relpos_np._calls.lowering import has_reusable_terms
 from relpos_np._calls.prepared import Ready, own_schemes
+from relpos_np._contract import check
 from relpos_np._contract.sequences import Sequences
 from relpos_np._contract.terms import Dense, IndexMap, Toeplitz
 from relpos_np._runtime import memory, precision
@@ -33,8 +34,8 @@ STEPS, SEQUENCES = 16, 1 << 11
 _HASHED, _SAMPLE = 1 << 12, 1 << 8
 # What nobody can change in place.
 _PLAIN = frozenset({type(None), bool, int, float, str})
-# Options that say where sequences are.
-_PLACES = frozenset({"segments", "offset", "key_lengths", "block_table"})
+# Options that say where sequences are, and types of an offset that does not.
+_PLACES, _ONE_PLACE = frozenset({"segments", "offset", "key_lengths", "block_table"}), frozenset({type(None), int})
 # What is ready for a form. By the hash of a form: False if one was met, None if nothing can be ready for it.
 _known: dict[Hashable, Ready | Literal[False] | None] = {}
 # What is ready for the last steps.
@@ -92,8 +93,14 @@ def form_of_sequences(
 
 
 def _with_options(found: list[Hashable], position: Any, options: Mapping[str, Any]) -> Hashable | None:
+    offset, table = options.get("offset"), options.get("block_table")
+    has_places = table is not None or options.get("segments") is not None or type(offset) not in _ONE_PLACE
     for name, value in options.items():
-        own = None if isinstance(value, np.ndarray) and name not in _PLACES else _of(value)
+        if name == "key_lengths" and not has_places and check.per_item(value):
+            # They come with each call.
+            own: Hashable | None = ()
+        else:
+            own = None if isinstance(value, np.ndarray) and name not in _PLACES else _of(value)
         if own is None:
             return None
         found += name, own
