@@ -75,9 +75,9 @@ PACK_DECODE = struct.Struct(f"<{len(DECODE.names or ())}q").pack
 CALL_BYTES = CALL.itemsize
 # Rows beyond this many are worth packing the keys for.
 MOST_ROWS = 8
-# Keys and values are asked for so many rows early. Of several heads whose rows lie side by side, so many keys are read
-# of each in turn.
-AHEAD, CHUNK = 32, 32
+# Of several heads whose rows lie side by side, so many keys are read of each in turn. All rows are asked for as many
+# rows early: while the heads have their turns, the next rows of all of them arrive.
+AHEAD = CHUNK = 32
 # Tables of where rows begin have those of a block, and of the rows after it that are asked for early.
 PLACES = BLOCK_KEYS + AHEAD
 assert BLOCK_KEYS % CHUNK == 0, "the last keys of a block would ask for rows that no table has"
@@ -94,7 +94,7 @@ def decode_layout(depth: int, v_depth: int, turning: int, lanes: int, n: int) ->
     values. `turning`: not 0 if keys turn as they are read.
     """
     width = (v_depth + lanes - 1) // lanes * lanes
-    keys = 4 * PLACES * 8 // (VECTOR_BYTES // lanes)
+    keys = 3 * PLACES * 8 // (VECTOR_BYTES // lanes)
     values = keys + (BLOCK_KEYS * depth if turning else 0)
     queries, own = values + BLOCK_KEYS * width, (MOST_ROWS * depth + 63) // 64 * 64
     # Vectors of rows: the rows are rounded up to a vector.
@@ -135,7 +135,7 @@ def decode_layout(depth: int, v_depth: int, turning: int, lanes: int, n: int) ->
 
 @helper
 def places(base: Any, n: int) -> Any:
-    """Where rows begin: of keys (0) and values (1), of those that were copied (2), and of those to ask for (3)."""
+    """Where rows begin: of keys (0) and values (1), and of those that were copied (2)."""
     return at(longs(address_of(base)), n * PLACES)
 
 
@@ -143,7 +143,8 @@ def places(base: Any, n: int) -> Any:
 def place_tile(p: Any, base: Any, head: Any, tile: Any) -> None:
     """Write where the keys and the values of a block begin, and behind either what is read next.
 
-    After keys these are the values of the block, and after values the keys of the next one.
+    After keys these are the values of the block, and after values the keys of the next one; where the heads of keys and
+    values are not equally far apart, those of another head.
     """
     j0, cols, left = tile.j0, tile.cols, PLACES - tile.cols
     apart = (head.v - head.k) // size_of(base, p.k_kind)
@@ -160,24 +161,6 @@ def places_of_copies(base: Any, width: int) -> Any:
     for r in range(BLOCK_KEYS):
         put(table, r, r * width)
     return table
-
-
-@helper
-def ask_early(base: Any, table: Any, n: int, count: int, head: int, other_head: int) -> Any:
-    """Where rows begin that are asked for, while CHUNK rows of a table are read of the n-th of so many heads.
-
-    In the order of all these heads they are the rows of all, one after the other. Elements between heads: of rows that
-    are read, `head`, and of those that are asked for, `other_head`.
-    """
-    if count == 1:
-        return at(table, AHEAD)
-    early, row, other = places(base, 3), n * CHUNK // count, n * CHUNK % count
-    for r in range(CHUNK):
-        put(early, r, get(table, AHEAD + row) + other * other_head - n * head)
-        other += 1
-        if other == count:
-            row, other = row + 1, 0
-    return early
 
 
 @helper
@@ -325,9 +308,7 @@ def decode_tile(
                 turn_keys(p, base, stored, w, head, tile.j0 + first, cols, scales(e, b * kv_heads + begin + n))
                 score_rows(base, w, at(base, w.keys), copies, copies, first, cols, p)
             else:
-                own = p.k_head if first + AHEAD < tile.cols else p.v_head
-                early = ask_early(base, table, n, count, p.k_head, own)
-                score_rows(base, w, pointer_like(stored, head.k), table, early, first, cols, p)
+                score_rows(base, w, pointer_like(stored, head.k), table, at(table, AHEAD), first, cols, p)
     for n in range(count):
         head, own = head_of(p, batches, base, b, (begin + n) * p.k_group), scales(e, b * kv_heads + begin + n)
         w = decode_layout(p.depth, p.v_depth, p.turn, lanes, n)
@@ -338,9 +319,7 @@ def decode_tile(
             for n in range(count):
                 values = pointer_like(stored, head_of(p, batches, base, b, (begin + n) * p.k_group).v)
                 w = decode_layout(p.depth, p.v_depth, p.turn, lanes, n)
-                own = p.v_head if first + AHEAD < tile.cols else p.k_head
-                early = ask_early(base, table, n, count, p.v_head, own)
-                mix_rows(base, w, values, table, early, first, cols, p)
+                mix_rows(base, w, values, table, at(table, AHEAD), first, cols, p)
     for n in range(count):
         w = decode_layout(p.depth, p.v_depth, p.turn, lanes, n)
         for i in range(rows):
