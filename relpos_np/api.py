@@ -16,7 +16,7 @@ from relpos_np._calls.shifting import rel_shift
 from relpos_np._contract import check
 from relpos_np._contract.gradient import AttentionGradient
 from relpos_np._contract.options import SCORES, Options, completed, takes
-from relpos_np._contract.quantized import Quantized
+from relpos_np._contract.quantized import Quantized, stored
 from relpos_np._runtime import memory, precision
 from relpos_np.schemes.base import Position
 from relpos_np.types import Array
@@ -185,17 +185,18 @@ def attention(
     form = None if return_bound is not False else repeated.form(q, k, v, position, options)
     ready = None if form is None else repeated.known(form)
     if ready is not None:
-        known: Any = (q, k, v)
+        keys, values, scales = stored(k, v)
         with _ATTENTION:
-            lengths, read = ready.lengths(options.get("key_lengths")), (*known, position, *options.values())
-            return ready.run(known, lengths, out, read, return_lse=return_lse)
+            lengths = ready.lengths(options.get("key_lengths"))
+            read = (q, keys, values, *scales, position, *options.values())
+            return ready.run((q, keys, values), lengths, out, read, return_lse=return_lse, scales=scales)
     given = completed(attention, options)
     if return_bound is not False:
         bounded.refuse(return_bound, q, given)
     if isinstance(k, Quantized) or isinstance(v, Quantized):
         with _ATTENTION, np.errstate(all="ignore"):
             returned = {"return_lse": return_lse, "return_bound": bool(return_bound)}
-            of_codes: Array = quantized.attention(attention, (q, k, v), position, given, out, **returned)
+            of_codes: Array = quantized.attention(attention, (q, k, v), position, given, out, form, **returned)
             return of_codes
     if type(q) is not np.ndarray and check.on_device(q):
         compute, operands = attention if is_packed(given) else None, {"q": q, "k": k, "v": v}

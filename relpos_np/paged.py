@@ -104,10 +104,11 @@ def paged_attention(
     """
     return_lse = check.flag("return_lse", return_lse)
     places = {"block_table": block_table, "key_lengths": key_lengths}
-    form = repeated.form(q, k_pages, v_pages, position, {**options, **places})
+    # Scales of tokens are gathered in every call.
+    coded = isinstance(k_pages, Quantized) or isinstance(v_pages, Quantized)
+    form = None if coded else repeated.form(q, k_pages, v_pages, position, {**options, **places})
     ready = None if form is None else repeated.known(form)
     if ready is not None:
-        # Of what is quantized there is no form.
         k, v = (np.swapaxes(_codes(x), 1, 2) for x in (k_pages, v_pages))
         with _PAGED:
             return ready.run((q, k, v), None, None, (), return_lse=return_lse)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import relpos_np as rp
-from relpos_np._contract.options import DEFAULTS
 from relpos_np._contract.quantized import LARGEST
 from relpos_np.kernels._numba.simd.target import CONVERTS_HALF
 from tests.sizes import KEYS
@@ -125,7 +124,7 @@ def test_calls_that_were_met_before(name, rng):
         expected = rp.attention(q, k.dequantized(), v.dequantized(), position=rp.ALiBi())
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(rp.RelposTypeError):
-        rp.attention(q, k.codes, v.codes, position=rp.ALiBi(), **DEFAULTS)
+        rp.attention(q, k.codes, v.codes, position=rp.ALiBi())
 
 
 @pytest.mark.parametrize("option", ["plain", "causal", "mask", "lengths"])

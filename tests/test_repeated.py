@@ -395,11 +395,14 @@ def test_threads_share_it(rng):
 @pytest.mark.parametrize("position", [None, rp.ALiBi(), rp.Rotary(16), rp.T5(np.ones((32, 4), np.float32))])
 @pytest.mark.parametrize("shape", [(3, 1, 40), (3, 16, 16), (3, 70, 500)])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "offset": 0}, {"window": (20, 9), "offset": 3}])
-def test_lengths_of_items_come_with_each_call(position, shape, options, rng, runs):
+@pytest.mark.parametrize("coded", [False, True])
+def test_lengths_of_items_come_with_each_call(position, shape, options, coded, rng, runs):
     """Whatever lengths a form was met with; those that do not fit are refused as in a call that is new."""
     batch, q_len, k_len = shape
     operands = rng.standard_normal((batch, 4, q_len, 16)), *rng.standard_normal((2, batch, 2, k_len, 16))
     operands = [x.astype(np.float32) for x in operands]
+    if coded:
+        operands[1:] = map(rp.quantize, operands[1:])
     call, all_keys = {"position": position, **options}, np.full(batch, k_len)
     # Without an offset a shorter cache does not say where its queries stand, if that matters.
     unplaced = q_len < k_len and position is not None and "offset" not in options

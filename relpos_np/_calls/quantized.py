@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 
 from relpos_np import backend as _backend
-from relpos_np._calls import repeated
 from relpos_np._calls.call import Call
 from relpos_np._calls.packed import PackedCall, attend_form, attend_sequences, is_packed, result_shape
 from relpos_np._contract import check, outputs
@@ -25,11 +24,14 @@ def attention(
     position: Position,
     given: Options,
     out: Array | None,
+    form: Hashable | None,
     **returned: bool,
 ) -> Any:
-    """`relpos_np.attention`, which is `compute`, with keys or values that are codes."""
+    """`relpos_np.attention`, which is `compute`, with keys or values that are codes; `form`: of the call as it is."""
     q, k, v = check.array("q", operands[0]), *operands[1:]
-    result = None if returned["return_bound"] else _in_place(q, k, v, position, given, out, returned["return_lse"])
+    result = None
+    if not returned["return_bound"]:
+        result = _in_place(q, k, v, position, given, out, returned["return_lse"], form)
     if result is not None:
         return result
     dtype = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
@@ -76,7 +78,14 @@ def stand_in(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def _in_place(
-    q: Array, k: Any, v: Any, position: Position, given: Options, out: Array | None, return_lse: bool
+    q: Array,
+    k: Any,
+    v: Any,
+    position: Position,
+    given: Options,
+    out: Array | None,
+    return_lse: bool,
+    form: Hashable | None,
 ) -> Array | tuple[Array, Array] | None:
     """Attention that reads codes where they lie; None if the kernel for few queries does not do the call."""
     if not readable(q, k, v, given):
@@ -101,9 +110,8 @@ def _in_place(
         def of_all() -> Call | None:
             return decoding(packed.at_once("attention", sequences))
 
-        found = attend_sequences(codes, position, given, sequences, of_all, out, return_lse, scales)
+        found = attend_sequences(codes, position, given, sequences, of_all, out, return_lse, scales, form)
         return found
-    form = None if check.per_item(given["key_lengths"]) else repeated.form(*codes, position, given, coded=True)
 
     def alone() -> Call | None:
         return decoding(Call("attention", operands, position, given))

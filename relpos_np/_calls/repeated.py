@@ -19,6 +19,7 @@ from relpos_np import backend as _backend
 from relpos_np._calls.lowering import has_reusable_terms
 from relpos_np._calls.prepared import Ready, own_schemes
 from relpos_np._contract import check
+from relpos_np._contract.quantized import Quantized
 from relpos_np._contract.sequences import Sequences
 from relpos_np._contract.terms import Dense, IndexMap, Toeplitz
 from relpos_np._runtime import memory, precision
@@ -57,16 +58,16 @@ class _Bytes:
         return isinstance(other, _Bytes) and self.all == other.all
 
 
-def form(q: Any, k: Any, v: Any, position: Any, options: Mapping[str, Any], *, coded: bool = False) -> Hashable | None:
-    """The form of a call, of which nothing was checked yet; None if no call like it is kept.
-
-    `coded`: k and v are codes, whose scales are no part of it.
-    """
+def form(q: Any, k: Any, v: Any, position: Any, options: Mapping[str, Any]) -> Hashable | None:
+    """The form of a call, of which nothing was checked yet; None if no call like it is kept."""
+    found: list[Hashable] = []
+    if type(k) is type(v) is Quantized:
+        found += k.scale.shape, v.scale.shape
+        k, v = k.codes, v.codes
     if not (type(q) is type(k) is type(v) is np.ndarray and q.flags.aligned and k.flags.aligned and v.flags.aligned):
         return None
     if q.nbytes > QUERY_BYTES and options.get("segments") is None:
         return None
-    found: list[Hashable] = [coded]
     for x in (q, k, v):
         found += x.shape, x.strides, x.dtype
     return _with_options(found, position, options)

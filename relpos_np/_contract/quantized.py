@@ -108,6 +108,11 @@ class Quantized:
         return found
 
 
+def stored(k: Any, v: Any) -> tuple[Array, Array, tuple[Array, ...]]:
+    """What kernels read of keys and values that are both codes, or numbers, and the scales of codes."""
+    return (k.codes, v.codes, (k.scale, v.scale)) if type(k) is Quantized else (k, v, ())
+
+
 def quantize(
     x: Array,
     dtype: Literal["int8", "float8_e4m3fn", "float8_e5m2"] = "int8",

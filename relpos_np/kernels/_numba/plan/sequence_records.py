@@ -267,13 +267,13 @@ class Records:
         self._place_each(name, own)
         return own
 
-    def place_scales(self, scales: SequenceABC[Array], codes: SequenceABC[Array]) -> None:
-        """Where the scales of keys and values are, in the order of items and heads."""
+    def place_scales(self, scales: SequenceABC[Array], codes: SequenceABC[Array]) -> list[Array]:
+        """Where the scales of keys and values are, in the order of items and heads: what must be kept until it ran."""
         s, heads = self.sequences, self.call.site.kv_heads
         fields, kept = scale_fields(scales, codes, self.call.dtype)
-        self.kept += kept
         for name, x in fields.items():
             self.set(name, x)
         for name in ("k_scale", "v_scale"):
             head, row = (self.records[:, self.at[name + part]] for part in ("_head", "_row"))
             self.add(name, (s.item * heads * head + s.k_start * row) * self.item)
+        return kept

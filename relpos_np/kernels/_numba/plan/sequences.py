@@ -150,9 +150,7 @@ class _Template:
         """Attend sequences of the call that this is made for; `met`: as `_Group.run` has it."""
         assert self.call.read is not None
         group = _Group(self, sequences, self.call.read, out, lse)
-        if self.call.problem.scales:
-            group.place_scales(self.call.problem.scales, self.call.read[1:])
-        group.run(out, lse, met)
+        group.run(out, lse, met, self.call.problem.scales, self.call.read[1:])
 
     def layout(self, read: Operands, pages: Pages | None, *, has_lse: bool) -> Layout:
         """Of records for operands that lie as these do."""
@@ -230,13 +228,25 @@ class _Group(Records):
             found.append((which, parts, np.concatenate([own.ravel() for own in rows])))
         return found
 
-    def run(self, out: Array, lse: Array | None, met: int) -> None:
-        """Do all of it, into the results that records name; `met`: where to say which kinds of rows there are, or 0."""
+    def run(
+        self,
+        out: Array,
+        lse: Array | None,
+        met: int,
+        scales: SequenceABC[Array] | None = None,
+        codes: SequenceABC[Array] = (),
+    ) -> None:
+        """Do all of it, into the results that records name; `met`: where to say which kinds of rows there are, or 0.
+
+        `scales`: of `codes`, which are keys and values.
+        """
+        kept = self.place_scales(scales, codes) if scales else []
         self.set("ends", met)
         self.set("counter", 0)
         self.set("stop", self.pieces)
         sums = [self._partial(which, parts) for which, parts, _ in self.parted]
         launcher.run_linked(self.template.kernel, self.records, self.calls, self.threads, self.workspace, self.size)
+        del kept
         for (_, _, rows), own in zip(self.parted, sums, strict=True):
             self._merge(rows, own, out, lse)
 
@@ -348,11 +358,8 @@ class PlannedSequences:
             for group in groups:
                 group.move(read, out, lse)
         for group in groups:
-            if scales:
-                group.place_scales(scales, _rows(read, sequences)[1:])
-            group.run(out, lse, met)
-        # Scales are among what records keep.
-        if lasts and not scales:
+            group.run(out, lse, met, scales, _rows(read, sequences)[1:])
+        if lasts:
             self._left[has_lse] = groups
         if ends.met():
             ends.mend(attention, prepared.problem(read, sequences, scales), prepared.common.terms, out, lse, LOG2)
