@@ -217,7 +217,7 @@ def test_layers_of_a_step(kind, dtype, position, rng, plans):
 
 
 def test_steps_hold_no_operands(rng, monkeypatch):
-    """And no more than the last of them."""
+    """And no more than the last of them is kept, as long as their forms are."""
     monkeypatch.setattr(repeated, "STEPS", 3)
     kept = []
     for n in range(4):
@@ -230,6 +230,10 @@ def test_steps_hold_no_operands(rng, monkeypatch):
     del operands, call
     gc.collect()
     assert not any(x() is not None for x in kept)
+    monkeypatch.setattr(repeated, "MOST", 0)
+    x = np.ones((1, 1, 1))
+    rp.attention(x, x, x)
+    assert not repeated._steps
 
 
 def test_steps_at_the_same_time(rng):

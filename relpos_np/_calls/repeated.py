@@ -166,7 +166,7 @@ def keep(given: Hashable, schemes: tuple[Scheme, ...], ready: Callable[[tuple[Sc
             return
         made.nbytes = size
         if size + sum([x.nbytes for x in list(_known.values()) if x]) > ALL_BYTES:
-            _known.clear()
+            _forget()
         _add(given, made)
 
 
@@ -180,8 +180,14 @@ def keep_step(given: Hashable, ready: Ready, sequences: Sequences) -> None:
 
 def _add(key: Hashable, value: Ready | Literal[False]) -> None:
     if len(_known) >= MOST:
-        _known.clear()
+        _forget()
     _known[key] = value
+
+
+def _forget() -> None:
+    """Forget all forms, and steps, which hold what is ready for forms."""
+    _known.clear()
+    _steps.clear()
 
 
 def _size(form: Any) -> int:

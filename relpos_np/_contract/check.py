@@ -394,7 +394,7 @@ def _operands(named: dict[str, Any]) -> tuple[list[Array], np.dtype[Any]]:
             return values, first.dtype
     if any(on_device(x) for x in values):
         one_side(named)
-    far = isinstance(first, DeviceOperand)
+    far = not isinstance(first, np.ndarray) and isinstance(first, DeviceOperand)
     given = values if far else [array(name, x) for name, x in named.items()]
     kinds = {x.dtype.newbyteorder("=") for x in given}
     if len(kinds) > 1:
@@ -563,7 +563,9 @@ def like(name: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *,
 
     `stored`: half precision stays as it is.
     """
-    x = array(name, value.stand_in() if isinstance(value, DeviceOperand) else value)
+    if not isinstance(value, np.ndarray) and isinstance(value, DeviceOperand):
+        value = value.stand_in()
+    x = array(name, value)
     kept = stored and _is_stored(x)
     if not kept:
         x = floating(name, x)
