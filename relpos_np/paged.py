@@ -16,7 +16,7 @@ from relpos_np._calls.packed import attend_sequences
 from relpos_np._calls.quantized import readable, stand_in
 from relpos_np._contract import check
 from relpos_np._contract.options import Options, PagedOptions, completed, takes
-from relpos_np._contract.quantized import Quantized
+from relpos_np._contract.quantized import Quantized, stored
 from relpos_np._contract.sequences import Pages, Sequences, in_rows
 from relpos_np._runtime import memory
 from relpos_np.errors import RelposTypeError, RelposValueError
@@ -104,14 +104,12 @@ def paged_attention(
     """
     return_lse = check.flag("return_lse", return_lse)
     places = {"block_table": block_table, "key_lengths": key_lengths}
-    # Scales of tokens are gathered in every call.
-    coded = isinstance(k_pages, Quantized) or isinstance(v_pages, Quantized)
-    form = None if coded else repeated.form(q, k_pages, v_pages, position, {**options, **places})
+    form = repeated.form(q, k_pages, v_pages, position, {**options, **places})
     ready = None if form is None else repeated.known(form)
     if ready is not None:
-        k, v = (np.swapaxes(_codes(x), 1, 2) for x in (k_pages, v_pages))
+        k, v, scales = _by_head(k_pages, v_pages)
         with _PAGED:
-            return ready.run((q, k, v), None, None, (), return_lse=return_lse)
+            return ready.run((q, k, v), None, None, (), return_lse=return_lse, scales=scales)
     given = completed(paged_attention, options)
     with _PAGED:
         q, k_pages, v_pages = _operands(q, k_pages, v_pages)
@@ -231,6 +229,12 @@ def _codes(pages: Array | Quantized) -> Array:
     return pages.codes if isinstance(pages, Quantized) else pages
 
 
+def _by_head(k_pages: Any, v_pages: Any) -> tuple[Array, Array, list[Array]]:
+    """What kernels read of pages, and scales of codes, with the axis of heads before that of keys."""
+    k, v, scales = stored(k_pages, v_pages)
+    return k.swapaxes(1, 2), v.swapaxes(1, 2), [x.swapaxes(1, 2) for x in scales]
+
+
 def _table(block_table: Any, items: int) -> Int64:
     table: Int64 = check.integers("block_table", block_table).astype(np.int64)
     if table.ndim != 2 or len(table) != items:
@@ -277,21 +281,20 @@ def _in_place(
 ) -> Any:
     """Attention of a call whose pages are read where they lie; None if keys must be gathered."""
     q, k_pages, v_pages = operands
-    stored = _codes(k_pages), _codes(v_pages)
+    read = _codes(k_pages), _codes(v_pages)
     coded, own = isinstance(k_pages, Quantized), q.dtype
-    if memory.limit() is not None or not all(x.size for x in (q, *stored)) or not lengths.any():
+    if memory.limit() is not None or not all(x.size for x in (q, *read)) or not lengths.any():
         return None
-    if any(not x.flags.aligned or x.strides[-1] != x.itemsize for x in stored):
+    if any(not x.flags.aligned or x.strides[-1] != x.itemsize for x in read):
         return None
-    if not all(scheme.covers for scheme in schemes_of(position)) or any(x.dtype != own for x in stored) != coded:
+    if not all(scheme.covers for scheme in schemes_of(position)) or any(x.dtype != own for x in read) != coded:
         return None
     if coded and not readable(q, k_pages, v_pages, given, keys=1):
         return None
-    longest, steps = int(lengths.max()), [x.strides[0] // x.itemsize for x in stored]
-    pages = Pages(table, stored[0].shape[1], *steps)
+    longest, steps = int(lengths.max()), [x.strides[0] // x.itemsize for x in read]
+    pages = Pages(table, read[0].shape[1], *steps)
     sequences = Sequences.of_items(lengths - q.shape[2], q.shape[2], lengths, None, pages)
-    k, v = (x.swapaxes(1, 2) for x in stored)
-    scales = [_gathered_scale(x, table, lengths) for x in (k_pages, v_pages)] if coded else []
+    k, v, scales = _by_head(k_pages, v_pages)
 
     def call_of_all() -> Call | None:
         rows = [in_rows(x, len(q), longest) for x in (k, v)]

@@ -104,8 +104,7 @@ def test_keys_are_not_gathered(q_len, position, read, by, rng, monkeypatch):
     monkeypatch.setattr(paged, "_gathered", lambda x, *rest: gathered.append(x) or gather(x, *rest))
     q = rng.standard_normal((2, HEADS, q_len, DEPTH)).astype(np.float32)
     rp.paged_attention(q, k, v, block_table=table, key_lengths=[90, 77], position=position)
-    # Scales of tokens are, which are short.
-    assert any(isinstance(x, rp.Quantized) or x.shape[-1] > 1 for x in gathered) != read
+    assert bool(gathered) != read
 
 
 @pytest.mark.parametrize("q_len", [1, 2, 5])

@@ -218,6 +218,24 @@ def test_pages(name, by, position, rng):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "shape", [(40, 16, 2, 1), (40, 1, 2, 1), (40, 16, 1, 1), (1, 16, 2, 1), (40, 1, 1, 1), (1, 1, 2, 1)]
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ">f8"])
+@pytest.mark.parametrize("name", DTYPES)
+def test_scales_that_pages_heads_or_keys_share(shape, dtype, name, rng):
+    """And those that do not lie in the order of pages."""
+    codes = rng.integers(-90, 90, (2, 40, 16, 2, 16)).astype(np.int8).astype(dtype_of(name))
+    scale = ((rng.random((2, *shape)) + 0.1) / 90).astype(dtype)
+    q, table = rng.standard_normal((3, HEADS, 1, 16), np.float32), rng.permutation(40)[:39].reshape(3, 13)
+    call = {"block_table": table, "key_lengths": [204, 7, 33], "position": rp.ALiBi()}
+    expected = rp.paged_attention(q, *(c * s.astype(np.float32) for c, s in zip(codes, scale, strict=True)), **call)
+    for order in ("C", "F"):
+        pages = [rp.Quantized(c, s.copy(order)) for c, s in zip(codes, scale, strict=True)]
+        for _ in range(5):
+            np.testing.assert_allclose(rp.paged_attention(q, *pages, **call), expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize(("scale", "by"), [((1, 1, 1, 8), "token"), ((2, 4, 1, 1), "channel")])
 def test_new_tokens_must_have_the_scales_of_pages(scale, by, rng):
     pages = rp.Quantized(np.zeros((2, 4, 1, 8), np.int8), np.ones(scale, np.float32))

@@ -46,6 +46,7 @@ class Quantized:
     queries of float32 and half precision and schemes that add a number for each distance or turn vectors; keys and
     values must then be codes of one dtype, with scales by token or by channel. Every other call makes numbers of all
     codes first, which takes the memory of keys and values in float32, and its results are those of a call with these.
+    Scales in another dtype than float32 are copied in every call.
 
     Gradients, `logits`, `prepare` and calls on a device take no codes: pass `dequantized` arrays.
 

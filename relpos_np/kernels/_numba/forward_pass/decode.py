@@ -21,7 +21,7 @@ from numba import carray
 
 from relpos_np.kernels._numba.forward_pass.attend import Layout, bypass_values, write_lse
 from relpos_np.kernels._numba.forward_pass.pack import load_block, load_turned, store_row
-from relpos_np.kernels._numba.forward_pass.pages import place_of, place_rows, run_from
+from relpos_np.kernels._numba.forward_pass.pages import copy_scales, place_of, place_rows, run_from
 from relpos_np.kernels._numba.forward_pass.scores import complete_scores, in_band
 from relpos_np.kernels._numba.forward_pass.work import (
     MINUS_INFINITY,
@@ -69,6 +69,7 @@ from relpos_np.kernels._numba.simd.rows import (
     take,
 )
 from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, CONVERTS_HALF, SUM_VECTORS
+from relpos_np.kernels._numba.simd.vectors import CODE_UNITS
 from relpos_np.types import Array
 
 PACK_DECODE = struct.Struct(f"<{len(DECODE.names or ())}q").pack
@@ -82,8 +83,9 @@ AHEAD = CHUNK = 32
 PLACES = BLOCK_KEYS + AHEAD
 assert BLOCK_KEYS % CHUNK == 0, "the last keys of a block would ask for rows that no table has"
 
-# The scales of a head's keys and of its values, and whether each has one of its own, or channels have them.
-Scales = namedtuple("Scales", "k k_row v v_row")  # noqa: PYI024
+# The scales of a head's keys and of its values, and whether each has one of its own, or channels have them. `unit`:
+# what those in pages are multiplied by.
+Scales = namedtuple("Scales", "k k_row v v_row unit")  # noqa: PYI024
 
 
 @helper
@@ -94,7 +96,7 @@ def decode_layout(depth: int, v_depth: int, turning: int, lanes: int, n: int) ->
     values. `turning`: not 0 if keys turn as they are read.
     """
     width = (v_depth + lanes - 1) // lanes * lanes
-    keys = 3 * PLACES * 8 // (VECTOR_BYTES // lanes)
+    keys = 4 * PLACES * 8 // (VECTOR_BYTES // lanes)
     values = keys + (BLOCK_KEYS * depth if turning else 0)
     queries, own = values + BLOCK_KEYS * width, (MOST_ROWS * depth + 63) // 64 * 64
     # Vectors of rows: the rows are rounded up to a vector.
@@ -135,7 +137,7 @@ def decode_layout(depth: int, v_depth: int, turning: int, lanes: int, n: int) ->
 
 @helper
 def places(base: Any, n: int) -> Any:
-    """Where rows begin: of keys (0) and values (1), and of those that were copied (2)."""
+    """Where rows begin: of keys (0) and values (1), and of those that were copied (2); scales that were (3)."""
     return at(longs(address_of(base)), n * PLACES)
 
 
@@ -231,6 +233,22 @@ def copy_values(p: Any, base: Any, values: Any, w: Any, tile: Any, scales: Any) 
 
 
 @helper
+def scales_of_tile(p: Any, e: Any, base: Any, scales: Any, tile: Any) -> Any:
+    """The scales of a block of keys as if all of a head lay one after the other, whether they do or lie in pages."""
+    if scales is None:
+        return None
+    k, v, room = scales.k, scales.v, floats(address_of(places(base, 3)))
+    if p.pages and scales.k_row:
+        copy_scales(p, room, k, e.k_scale_page_row, e.k_scale_page, tile, scales.unit)
+        k = at(room, -tile.j0)
+    if p.pages and scales.v_row:
+        room = at(room, BLOCK_KEYS)
+        copy_scales(p, room, v, e.v_scale_page_row, e.v_scale_page, tile, scales.unit)
+        v = at(room, -tile.j0)
+    return Scales(k, scales.k_row, v, scales.v_row, scales.unit)
+
+
+@helper
 def weigh_tile(p: Any, adds: Any, base: Any, stored: Any, w: Any, head: Any, tile: Any, scales: Any) -> None:
     """Make probabilities of the products of a group's rows, of which `head` is the first head, with a block of keys.
 
@@ -310,8 +328,9 @@ def decode_tile(
             else:
                 score_rows(base, w, pointer_like(stored, head.k), table, at(table, AHEAD), first, cols, p)
     for n in range(count):
-        head, own = head_of(p, batches, base, b, (begin + n) * p.k_group), scales(e, b * kv_heads + begin + n)
-        w = decode_layout(p.depth, p.v_depth, p.turn, lanes, n)
+        head = head_of(p, batches, base, b, (begin + n) * p.k_group)
+        w, own = decode_layout(p.depth, p.v_depth, p.turn, lanes, n), scales(e, b * kv_heads + begin + n)
+        own = scales_of_tile(p, e, base, own, tile)
         weigh_tile(p, adds, base, stored, w, head, tile, own)
     if reads_values_in_place(p, b, tile):
         for first in range(0, tile.cols, chunk):
@@ -401,11 +420,16 @@ def no_scales(e: Any, line: int) -> None:
     return
 
 
-@helper
-def scales_of(e: Any, line: int) -> Scales:
-    """Those of one of all key heads."""
-    k, v = at(floats(e.k_scale), line * e.k_scale_head), at(floats(e.v_scale), line * e.v_scale_head)
-    return Scales(k, e.k_scale_row, v, e.v_scale_row)
+def _scales(name: str) -> Any:
+    """Those of codes of this dtype."""
+    unit = CODE_UNITS.get(name, 1.0)
+
+    @helper
+    def scales_of(e: Any, line: int) -> Scales:
+        k, v = at(floats(e.k_scale), line * e.k_scale_head), at(floats(e.v_scale), line * e.v_scale_head)
+        return Scales(k, e.k_scale_row, v, e.v_scale_row, unit)
+
+    return scales_of
 
 
 def _decoding(stored: Any, scales: Any = no_scales) -> Any:
@@ -433,13 +457,14 @@ _BODIES = {
     "float32": (floats, _decoding(floats)),
     "float64": (doubles, _decoding(doubles)),
     "bfloat16": (floats, _decoding(brains)),
-    "int8": (floats, _decoding(int8s, scales_of)),
+    "int8": (floats, _decoding(int8s, _scales("int8"))),
 }
 if CONVERTS_HALF:
     _BODIES["float16"] = floats, _decoding(halves)
     # Both are widened as float16.
     _BODIES |= {
-        name: (floats, _decoding(kind, scales_of)) for name, kind in (("float8_e4m3fn", e4m3s), ("float8_e5m2", e5m2s))
+        name: (floats, _decoding(kind, _scales(name)))
+        for name, kind in (("float8_e4m3fn", e4m3s), ("float8_e5m2", e5m2s))
     }
 decode = entry_points(__name__, "decode", CALL, _BODIES)
 

@@ -52,6 +52,18 @@ def copy_rows(p: Any, out: int, x: int, size: int, row: int, page: int, j0: int,
 
 
 @helper
+def copy_scales(p: Any, out: Any, x: Any, row: int, page: int, tile: Any, unit: float) -> None:
+    """Copy the scales of a block of keys from their pages, times a unit."""
+    first = 0
+    while first < tile.cols:
+        run = run_from(p, tile.j0 + first, tile.cols - first)
+        own = place_of(p, tile.j0 + first, row, page)
+        for r in range(run):
+            put(out, first + r, get(x, own + r * row) * unit)
+        first += run
+
+
+@helper
 def from_pages(p: Any, room: Any, head: Any, j0: int, cols: int) -> Head:
     """A head whose keys and values from j0 on have been copied to a workspace, with rows that have no gaps."""
     k_size, v_size, room_at = size_of(room, p.k_kind), size_of(room, p.v_kind), address_of(room)

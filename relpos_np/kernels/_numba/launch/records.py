@@ -154,9 +154,9 @@ BACKWARD = np.dtype(
     + _integers("group", "first_head", "stop_head")
 )
 
-# Where keys and values are codes: the scales of the first key head, those of each, and 1 if these are of keys, 0 of
-# channels.
-SCALE_FIELDS = "k_scale", "k_scale_head", "k_scale_row", "v_scale", "v_scale_head", "v_scale_row"
+# Where keys and values are codes: the scales of the first key head, elements from head to head, and 1 if these are of
+# keys, 0 of channels. Those of keys in pages lie in pages, too: elements from key to key, and from page to page.
+SCALE_FIELDS = tuple(f"{name}_scale{part}" for name in "kv" for part in ("", "_head", "_row", "_page_row", "_page"))
 
 # What decoding needs too, right behind its CALL: the number of parts of the keys that are attended separately, and
 # where each leaves its maximum, its sum and its weighted sum of values per row, 0 if the only part is the result; and

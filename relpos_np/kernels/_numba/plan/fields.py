@@ -68,17 +68,28 @@ def fill(call: Call, out: Array, lse: Array | None, *, stored: bool, windowed: b
 
 
 def scale_fields(
-    scales: Sequence[Array] | None, codes: Sequence[Array], dtype: np.dtype[Any]
+    scales: Sequence[Array], codes: Sequence[Array], dtype: np.dtype[Any], *, in_pages: bool = False
 ) -> tuple[dict[str, int], list[Array]]:
-    """The fields of a record of decoding that say where the scales of keys and values lie, and the arrays they name."""
+    """The fields of a record of decoding that say where the scales of keys and values lie, and the arrays they name.
+
+    Scales `in_pages` are (pages, H_kv, P, 1) of keys, (1, H_kv, 1, D) of channels.
+    """
     found, kept = dict.fromkeys(SCALE_FIELDS, 0), []
-    for name, scale, x in zip(("k_scale", "v_scale"), scales or (), codes, strict=False):
-        by_key = scale.shape[-2] > 1
-        shape = (*x.shape[:-1], 1) if by_key else (*x.shape[:-2], 1, x.shape[-1])
-        own = np.ascontiguousarray(np.broadcast_to(scale, shape), dtype)
-        if name_of(x.dtype) in CODE_UNITS:
-            own = own * dtype.type(CODE_UNITS[name_of(x.dtype)])
-        found |= {name: address_of(own), f"{name}_head": own.shape[-2] * own.shape[-1], f"{name}_row": int(by_key)}
+    for name, scale, x in zip(("k_scale", "v_scale"), scales, codes, strict=True):
+        if in_pages and (scale.shape[0] > 1 or scale.shape[-2] > 1):
+            own = np.require(scale, dtype, "A")
+            # An axis of length 1 is that of all pages, heads or keys.
+            page, head, row = (0 if n == 1 else step for n, step in zip(own.shape[:3], strides(own)[:3], strict=True))
+            found |= {f"{name}_head": head, f"{name}_row": 1, f"{name}_page_row": row, f"{name}_page": page}
+        else:
+            batch = (1,) if in_pages else x.shape[:-3]
+            by_key = scale.shape[-2] > 1
+            shape = (*batch, x.shape[-3], x.shape[-2], 1) if by_key else (*batch, x.shape[-3], 1, x.shape[-1])
+            own = np.ascontiguousarray(np.broadcast_to(scale, shape), dtype)
+            if name_of(x.dtype) in CODE_UNITS:
+                own = own * dtype.type(CODE_UNITS[name_of(x.dtype)])
+            found |= {f"{name}_head": own.shape[-2] * own.shape[-1], f"{name}_row": int(by_key)}
+        found[name] = address_of(own)
         kept.append(own)
     return found, kept
 

@@ -269,11 +269,12 @@ class Records:
 
     def place_scales(self, scales: SequenceABC[Array], codes: SequenceABC[Array]) -> list[Array]:
         """Where the scales of keys and values are, in the order of items and heads: what must be kept until it ran."""
-        s, heads = self.sequences, self.call.site.kv_heads
-        fields, kept = scale_fields(scales, codes, self.call.dtype)
+        s, heads, in_pages = self.sequences, self.call.site.kv_heads, self.sequences.pages is not None
+        fields, kept = scale_fields(scales, codes, self.call.dtype, in_pages=in_pages)
         for name, x in fields.items():
             self.set(name, x)
-        for name in ("k_scale", "v_scale"):
-            head, row = (self.records[:, self.at[name + part]] for part in ("_head", "_row"))
-            self.add(name, (s.item * heads * head + s.k_start * row) * self.item)
+        if not in_pages:
+            for name in ("k_scale", "v_scale"):
+                head, row = fields[f"{name}_head"], fields[f"{name}_row"]
+                self.add(name, (s.item * heads * head + s.k_start * row) * self.item)
         return kept
