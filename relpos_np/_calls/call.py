@@ -208,7 +208,11 @@ class Call:
         """Gradients of queries before their factors, and of the factors."""
         dtype, given = self.problem.site.dtype, self.given["query_scale"]
         factors = check.per_query("query_scale", given, grad_q.shape[:-1], dtype)
-        grad_scale = np.einsum("...d,...d->...", grad_q, np.ascontiguousarray(self.operands[0], dtype))
+        queries = np.ascontiguousarray(self.operands[0], dtype)
+        if not np.isfinite(queries).all():
+            # A query without keys, whose gradient is 0, may hold anything.
+            queries = np.where(grad_q == 0, dtype.type(0), queries)
+        grad_scale = np.einsum("...d,...d->...", grad_q, queries)
         return grad_q * factors[..., None], fit_option(grad_scale, given, per_head=False)
 
     def _fitted(self, x: Array, n: int) -> Array:

@@ -224,6 +224,8 @@ class CoPE(Scheme):
         if isinstance(grad.biases[0], CountedBias):
             made = grad.biases[0]
             return self._gradient(made.query, made.key, made.table, k, site)
+        # Queries without keys may hold anything; those with some have gradients that say so.
+        q = np.where(np.isfinite(q), q, 0.0)
         keys, gates, whole, row, part = self._steps(q, k, site)
         to_bias = grad.biases[0].astype(np.float64) * self._factor(site)
         # Each pair's gradient goes to the two positions that it lies between.

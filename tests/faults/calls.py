@@ -98,7 +98,8 @@ def gradients(q, k, v, *, backend, grad_out=None, **options):
     with strict(backend):
         found = rp.attention_vjp(q, k, v, grad_out=grad_out, backend=backend, **options)
     own = {f"position.{name}": x for name, x in dict(found.position or {}).items()}
-    return {"q": found.q, "k": found.k, "v": found.v} | own
+    more = {} if found.query_scale is None else {"query_scale": found.query_scale}
+    return {"q": found.q, "k": found.k, "v": found.v} | own | more
 
 
 def same(found, expected, where=""):

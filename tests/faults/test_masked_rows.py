@@ -12,13 +12,15 @@ from tests.faults.calls import FEW_SCHEMES, INF, both, close, dtypes, gradients,
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_row_01_a_query_whose_keys_are_all_masked_gives_zero(kind, backend, rng):
     for dtype in dtypes(backend):
-        for q_len, k_len in shapes(backend):
+        for q_len, k_len in [*shapes(backend), *([] if small(backend) else [(49, 49)])]:
             q, k, v = operands(rng, backend, dtype, q_len, k_len)
             empty = np.arange(q_len) % 3 == q_len % 2
             mask = np.repeat(~empty[:, None], k_len, axis=1)
             if kind == "float":
                 mask = np.where(mask, dtype(0), dtype(-INF))
-            out, lse = both(q, k, v, mask=mask, backend=backend)
+            # What these queries hold does not matter.
+            held = np.where(empty[:, None], dtype(np.nan), q)
+            out, lse = both(held, k, v, mask=mask, backend=backend)
             assert (out[:, :, empty] == 0).all()
             assert (lse[:, :, empty] == -INF).all()
             plain, plain_lse = both(q, k, v, backend="numpy")
@@ -27,7 +29,7 @@ def test_row_01_a_query_whose_keys_are_all_masked_gives_zero(kind, backend, rng)
             assert (rp.logits(q, k, mask=mask, backend=backend)[:, :, empty] == -INF).all()
 
 
-@pytest.mark.parametrize("name", FEW_SCHEMES)
+@pytest.mark.parametrize("name", [*FEW_SCHEMES, "cope"])
 def test_row_01_gradients_of_masked_queries_are_zero(name, backend, rng):
     """Neither does the gradient of their log-sum-exp, which may well be -inf * 0, reach anything."""
     for dtype in dtypes(backend)[:1]:
@@ -36,6 +38,8 @@ def test_row_01_gradients_of_masked_queries_are_zero(name, backend, rng):
             position = scheme(name, rng, q, k, v)
             empty = np.arange(q_len) % 3 == q_len % 2
             options = {"position": position, "mask": np.repeat(~empty[:, None], k_len, axis=1)}
+            if not small(backend):
+                options["query_scale"] = np.full(q_len, 2.0, dtype)
             ones = np.ones(q.shape[:-1], dtype)
             found = gradients(q, k, v, grad_lse=ones, backend=backend, **options)
             assert all(np.isfinite(x).all() for x in found.values())
@@ -46,7 +50,7 @@ def test_row_01_gradients_of_masked_queries_are_zero(name, backend, rng):
             grad_out = np.ones((*q.shape[:-1], v.shape[-1]), dtype)
             q[:, :, empty], grad_out[:, :, empty], ones[:, :, empty] = INF, np.nan, -INF
             again = gradients(q, k, v, grad_out=grad_out, grad_lse=ones, backend=backend, **options)
-            for x in ("k", "v"):
+            for x in found.keys() - {"q"}:
                 np.testing.assert_array_equal(again[x], found[x], err_msg=x)
             assert (again["q"][:, :, empty] == 0).all()
 

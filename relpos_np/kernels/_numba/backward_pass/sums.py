@@ -21,6 +21,7 @@ from relpos_np.kernels._numba.simd.rows import (
     pointer_like,
     put,
     scale_row,
+    sum_row,
 )
 from relpos_np.kernels._numba.simd.target import BLOCK_KEYS, ROW_QUANTUM
 from relpos_np.kernels._numba.simd.tiles import accumulate, accumulate_transposed
@@ -122,14 +123,15 @@ def collect_skewed(p: Any, e: Any, base: Any, w: Any, head: Any, tile: Any, task
     products, own = at(buffer, low - origin), at(base, w.skew_dq + (i0 - task.first) * s_width)
     add_product(products, shifted, lines, own, at(base, w.ones), rows, s_width, count)
     first = task.number * e.skew_dw_task + low * s_width
-    target = at(pointer_like(base, e.skew_dw), first)
+    target, queries = at(pointer_like(base, e.skew_dw), first), at(base, w.skew_q)
+    to = at(base, w.skew_tile) if e.skew_dw_low else target
     if e.skew_dw_low:
-        own = at(base, w.skew_tile)
-        fill_row(own, 0, round_up(count, ROW_QUANTUM) * s_width, 0.0)
-        add_transposed(products, shifted, at(base, w.skew_q), own, count, s_width, rows)
-        add_sum(target, at(pointer_like(base, e.skew_dw_low), first), own, count * s_width)
-    else:
-        add_transposed(products, shifted, at(base, w.skew_q), target, count, s_width, rows)
+        fill_row(to, 0, round_up(count, ROW_QUANTUM) * s_width, 0.0)
+    if not math.isfinite(sum_row(queries, rows * s_width)):
+        bypass_rows(products, 1, shifted, queries, s_width, rows, to, count)
+    add_transposed(products, shifted, queries, to, count, s_width, rows)
+    if e.skew_dw_low:
+        add_sum(target, at(pointer_like(base, e.skew_dw_low), first), to, count * s_width)
 
 
 @helper

@@ -251,7 +251,7 @@ class Counting:
 
     def back(self, queries: slice, ds: Array) -> None:
         """Take the gradient of the bias of some queries, C-contiguous and overwritten; ranges come in order."""
-        part = _Part(self, queries)
+        part = _Part(self, queries, clean=True)
         query, whole = part.query, part.whole
         slopes, to_whole = np.empty(ds.shape), np.zeros(whole.shape)
         starts = np.zeros(part.pieces, np.int64)
@@ -290,9 +290,12 @@ def _groups(heads: int, kv_heads: int) -> Iterator[tuple[int, slice]]:
 class _Part:
     """The work for some queries."""
 
-    def __init__(self, counting: Counting, queries: slice) -> None:
+    def __init__(self, counting: Counting, queries: slice, *, clean: bool = False) -> None:
         self.bias = bias = counting.bias.of_queries(queries)
         self.query = np.ascontiguousarray(bias.query, np.float64)
+        if clean:
+            # Queries without keys may hold anything; those with some have gradients that say so.
+            self.query = np.where(np.isfinite(self.query), self.query, 0.0)
         heads, self.threads = self.query.shape[-3], launcher.available_threads()
         self.whole = multiply(self.query, counting.table, 1.0, heads, self.threads)
         lead = self.query.shape[:-3]

@@ -122,6 +122,8 @@ def mask_rows(p: Any, base: Any, w: Any, mask: int, rows: int, wide: int) -> Non
             add_mask(s, at(pointer_like(base, p.soft), mask + i * p.mask_row), p.k_len, least_mask(base), LOG2E)
         else:
             mask_row(s, at(bytes_(p.allowed), mask + i * p.mask_row), p.k_len, MINUS_INFINITY)
+        # Behind the last key stands NaN where the query holds what is not finite.
+        fill_row(s, p.k_len, wide, MINUS_INFINITY)
         fill_row(tops, 0, lanes, MINUS_INFINITY)
         max_row(s, wide, tops)
 
