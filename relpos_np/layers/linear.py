@@ -207,7 +207,8 @@ class Cache:
     """Projected keys and values of positions that a module has seen; a call adds its own.
 
     An empty cache, given to every call of one layer's self-attention, makes decoding token by token equal to the
-    whole pass. `MultiHeadAttention.project` fills one from the states that cross-attention attends.
+    whole pass, if that is causal. Not so variant "espnet_legacy", which encodes one distance by other rows when there
+    are more keys. `MultiHeadAttention.project` fills one from the states that cross-attention attends.
     """
 
     def __init__(self) -> None:
