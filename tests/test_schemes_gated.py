@@ -55,6 +55,19 @@ def test_fox_takes_no_memory_of_pairs(rng):
         rp.attention_vjp(q, k, v, position=scheme, causal=True, grad_out=out, backend="numba")
 
 
+def test_dape_gives_an_item_the_bits_that_it_has_alone(rng):
+    """However many items divide the work into blocks of queries."""
+    q, k, v, grad = rng.standard_normal((4, 3, 2, 21, 8))
+    scheme = rp.DAPE(rp.ALiBi(heads=2), *(rng.standard_normal(shape) for shape in ((4, 4), 4, (2, 4), 2)))
+    options = {"position": scheme, "causal": True, "backend": "numba"}
+    out = rp.attention(q, k, v, **options)
+    found = rp.attention_vjp(q, k, v, grad_out=grad, **options)
+    alone = rp.attention_vjp(q[1], k[1], v[1], grad_out=grad[1], **options)
+    np.testing.assert_array_equal(rp.attention(q[1], k[1], v[1], **options), out[1])
+    for name in "qkv":
+        np.testing.assert_array_equal(getattr(alone, name), getattr(found, name)[1], err_msg=name)
+
+
 # ---------------------------------------------------------------------------------------------- selective attention
 
 

@@ -19,7 +19,8 @@ from relpos_np.schemes.kerple import KERPLE
 from relpos_np.schemes.t5 import T5
 from relpos_np.types import Array
 
-# Numbers that are made of some queries at a time, of all their keys; fewer than one query's keys take are not.
+# Numbers of an item that are made of some queries at a time, of all their keys; fewer than one query's keys take are
+# not. How many items there are does not count, so that each has the bits that it has alone.
 _BLOCK = 1 << 10
 
 
@@ -204,7 +205,7 @@ class DAPE(Scheme):
 
     def _step(self, site: Site) -> int:
         """Queries of a block."""
-        return max(1, _BLOCK // max(1, math.prod(site.batch) * site.k_len * (len(self.b1) + site.heads)))
+        return max(1, _BLOCK // max(1, site.k_len * (len(self.b1) + site.heads)))
 
     def _operands(self, q: Array, k: Array, site: Site) -> tuple[Array, Array]:
         """Queries and, for each of their heads, keys in float64."""
