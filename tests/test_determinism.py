@@ -104,6 +104,22 @@ def test_an_item_alone_whose_queries_are_divided(name, window, rng):
         np.testing.assert_array_equal(one[2:3], own)
 
 
+@pytest.mark.parametrize("seen", [slice(0, 140), slice(20, 200)])
+def test_a_mask_says_nothing_of_keys_that_do_not_exist(seen, rng):
+    """Not to a call, to a prepared one or to one of items."""
+    q, k, v = rng.standard_normal((3, 2, 1, 251, 16), dtype=np.float32)
+    longer = [np.pad(x, ((0, 0), (0, 0), (0, 40), (0, 0))) for x in (k, v)]
+    mask = np.zeros((2, 1, 1, 251), bool)
+    mask[..., seen] = True
+    open_end = np.pad(mask, ((0, 0), (0, 0), (0, 0), (0, 40)), constant_values=True)
+    options = {"mask": open_end, "offset": 0, "backend": "numba"}
+    expected = rp.attention(q, k, v, mask=mask, backend="numba")
+    np.testing.assert_array_equal(rp.attention(q, *longer, key_lengths=251, **options), expected)
+    np.testing.assert_array_equal(rp.prepare(q, *longer, **options)(q, *longer, key_lengths=251), expected)
+    options["offset"] = np.zeros(2, int)
+    np.testing.assert_array_equal(rp.attention(q, *longer, key_lengths=251, **options), expected)
+
+
 def test_gradients_of_tables_with_heads_enough_for_all_threads():
     """The condition in the page: then bits are the same."""
     import numba

@@ -14,7 +14,7 @@ from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz
 from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.launch.arrays import address_of, rowwise
 from relpos_np.kernels._numba.launch.records import CALL
-from relpos_np.types import Array
+from relpos_np.types import Array, Bools
 
 # A record is packed from a dict in the order of its fields: much cheaper than assigning them one by one.
 _EMPTY = dict.fromkeys(CALL.names or (), 0)
@@ -68,6 +68,8 @@ class Call:
         # What is gathered and added to scores, and to the output.
         self.adds: Array | None = None
         self.values: Array | None = None
+        # A mask of keys that became ranges of keys, a row for each batch item.
+        self.mask_rows: Bools | None = None
 
     @property
     def count(self) -> int:

@@ -30,15 +30,22 @@ def add_masks(call: Call, batches: Array, *, windowed: bool) -> None:
     if mask is None or not mask.size:
         return
     if mask.dtype == np.bool_ and problem.mask_of_keys and not windowed:
-        keys = mask[..., 0, 0, :].reshape(-1, site.k_len)
-        seen = keys.any(axis=1)
-        begin = np.where(seen, keys.argmax(axis=1), site.k_len)
-        end = np.where(seen, site.k_len - keys[:, ::-1].argmax(axis=1), 0)
-        batches[KEY_BEGIN] = begin
-        batches[KEY_END] = np.minimum(batches[KEY_END], end)
-        if (keys.sum(axis=1) == np.maximum(end - begin, 0)).all():
+        call.mask_rows = mask[..., 0, 0, :].reshape(-1, site.k_len)
+        batches[KEY_BEGIN], batches[KEY_END], whole = range_in_rows(call.mask_rows, batches[KEY_END])
+        if whole.all():
             return
     batches[BATCH_MASK] = batch_offsets(set_mask(call, mask, windowed=windowed), len(site.batch))
+
+
+def range_in_rows(keys: Bools, lengths: Int64) -> tuple[Int64, Int64, Bools]:
+    """The first key that each row leaves, of so many, the one after the last, and whether it leaves all between."""
+    count = keys.shape[1]
+    # What a mask says of keys that do not exist changes no bit.
+    keys = keys & (np.arange(count) < lengths[:, None])
+    seen = keys.any(axis=1)
+    begin = np.where(seen, keys.argmax(axis=1), count)
+    end = np.where(seen, count - keys[:, ::-1].argmax(axis=1), 0)
+    return begin, end, keys.sum(axis=1) == np.maximum(end - begin, 0)
 
 
 def set_mask(call: Call, mask: Array, *, windowed: bool) -> Array:
@@ -67,7 +74,7 @@ def ranges_of_keys(problem: Problem, sequences: Sequences) -> tuple[Int64, Int64
     begin, end, whole = np.zeros(count, np.int64), k_len.copy(), np.zeros(count, np.bool_)
     for n in np.flatnonzero(sequences.q_len == 1).tolist():
         item, start = np.unravel_index(sequences.item[n], mask.shape[:-3]), sequences.k_start[n]
-        seen = np.flatnonzero(mask[(*item, 0, sequences.q_start[n])][start : start + k_len[n]])
+        seen = np.flatnonzero(mask[(*item, 0, sequences.q_start[n])][start : start + sequences.k_end[n]])
         begin[n], end[n] = (seen[0], seen[-1] + 1) if seen.size else (k_len[n], 0)
         whole[n] = seen.size == max(end[n] - begin[n], 0)
     return begin, end, whole
@@ -76,7 +83,7 @@ def ranges_of_keys(problem: Problem, sequences: Sequences) -> tuple[Int64, Int64
 def _ranges_in_rows(keys: Bools, sequences: Sequences) -> tuple[Int64, Int64, Bools]:
     """The same where every batch item has one row of keys."""
     at, (count, length) = np.arange(keys.shape[1]), keys.shape
-    item, start, stop = sequences.item, sequences.k_start, sequences.k_start + sequences.k_len
+    item, start, stop = sequences.item, sequences.k_start, sequences.k_start + sequences.k_end
     # For every key the next one that is left, the number of those before it, and the last one of these.
     following = np.full((count, length + 1), length)
     following[:, :-1] = np.minimum.accumulate(np.where(keys, at, length)[:, ::-1], axis=1)[:, ::-1]

@@ -16,11 +16,12 @@ from relpos_np.kernels._numba.forward_pass.product import multiply
 from relpos_np.kernels._numba.forward_pass.work import LOG2
 from relpos_np.kernels._numba.launch import launcher
 from relpos_np.kernels._numba.launch.arrays import address_of, broadcast, rowwise
-from relpos_np.kernels._numba.launch.records import CALL, KEY_END
+from relpos_np.kernels._numba.launch.records import CALL, KEY_BEGIN, KEY_END
 from relpos_np.kernels._numba.plan import ends
 from relpos_np.kernels._numba.plan.by_rows import whole
 from relpos_np.kernels._numba.plan.call import Product, is_skewed
 from relpos_np.kernels._numba.plan.job import attention, planned, run_plan, with_scales
+from relpos_np.kernels._numba.plan.masks import range_in_rows
 from relpos_np.kernels._numba.plan.skew import skewed_queries
 from relpos_np.types import Array
 
@@ -126,6 +127,8 @@ class Prepared:
         self.batches, self.adds = named[call.fields["batches"]], named.get(call.fields["adds"])
         self.products = [_Product.of(p, self.adds, sources, problem.site.heads) for p in made]
         self.kept += [p.weights for p in made]
+        # Whose ranges lengths of keys may shorten.
+        self.mask_rows = call.mask_rows
         # Work that is too small for two threads, however many there are.
         self.alone = self.plan.division.size < 1.0 and not made
 
@@ -159,7 +162,10 @@ class Prepared:
         batches = self.batches
         if lengths is not None:
             batches = batches.copy()
-            np.minimum(batches[KEY_END], lengths.ravel(), out=batches[KEY_END])
+            if self.mask_rows is None:
+                np.minimum(batches[KEY_END], lengths.ravel(), out=batches[KEY_END])
+            else:
+                batches[KEY_BEGIN], batches[KEY_END], _ = range_in_rows(self.mask_rows, lengths.ravel())
             _PACK_ADDRESS(record, _BATCHES, address_of(batches))
         _PACK_ADDRESS(record, _ENDS, ends.watch())
         plan = with_scales(self.plan, scales, self.form.problem.stored[1:], self.dtype)
