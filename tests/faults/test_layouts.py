@@ -119,6 +119,19 @@ def test_row_21_stride_0_changes_no_bits(axis, backend, rng):
                 np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_row_21_stride_0_of_a_float_mask_changes_no_bits(axis, rng):
+    for dtype in dtypes("numba"):
+        for q_len, k_len in shapes("numba"):
+            q, k, v = operands(rng, "numba", dtype, q_len, k_len)
+            shape = [2, q.shape[1], q_len, k_len]
+            numbers = rng.standard_normal([1 if n == axis else m for n, m in enumerate(shape)]).astype(dtype)
+            view = np.broadcast_to(numbers, shape)
+            for run in (both, gradients):
+                found, expected = (run(q, k, v, mask=x, backend="numba") for x in (view, view.copy()))
+                same(found, expected)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
 def test_row_24_misaligned_operands_of_bfloat16(name, backend, rng):
     """More queries than decoding takes: with units for bfloat16, products are made of it wherever an operand lies."""

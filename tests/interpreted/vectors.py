@@ -177,8 +177,8 @@ class Vectors:
         source, target = self.m.row(x, 0, n), self.m.row(out, 0, n, write=True)
         target[...] = np.where(source == -np.inf, source, target)
 
-    def add_constant(self, out, n, value):
-        self.m.row(out, 0, n, write=True)[...] += out.kind.type(value)
+    def add_constant(self, out, n, value, factor):
+        self.m.row(out, 0, n, write=True)[...] += out.kind.type(value) * out.kind.type(factor)
 
     def fill_row(self, out, start, stop, value):
         self.m.row(out, start, int(stop) - int(start), write=True)[...] = value

@@ -98,7 +98,7 @@ def add_gathered(s: Any, a: Any, source: Any, t: int, cols: int) -> None:
             r = get(index, t + j)
             end = min(get(runs, t + j) - t, cols)
             if r >= 0:
-                add_constant(at(s, j), end - j, get(source, r))
+                add_constant(at(s, j), end - j, get(source, r), 1.0)
             j = end
     else:
         for j in range(cols):
@@ -170,7 +170,7 @@ def complete_scores(p: Any, adds: Any, base: Any, w: Any, head: Any, tile: Any) 
             elif get(soft, 0) == MINUS_INFINITY:
                 fill_row(s, 0, cols, MINUS_INFINITY)
             else:
-                add_constant(s, cols, max(get(soft, 0), least) * LOG2E)
+                add_constant(s, cols, max(get(soft, 0), least), LOG2E)
         if p.allowed:
             allowed = at(bytes_(p.allowed), mask)
             if p.mask_col:

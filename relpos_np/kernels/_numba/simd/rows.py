@@ -266,13 +266,13 @@ def shut_row(typingctx: Any, out: Any, x: Any, n: Any) -> Any:
 
 
 @intrinsic
-def add_constant(typingctx: Any, out: Any, n: Any, value: Any) -> Any:
-    """out[:n] += value."""
+def add_constant(typingctx: Any, out: Any, n: Any, value: Any, factor: Any) -> Any:
+    """out[:n] += value * factor, rounded as `add_row` and `add_mask` do."""
 
-    def generate(v: Vectors, out: Any, n: Any, value: Any) -> None:
-        v.each(n, lambda u, k: u.store(u.b.fadd(u.load(out, k), u.splat(value)), out, k))
+    def generate(v: Vectors, out: Any, n: Any, value: Any, factor: Any) -> None:
+        v.each(n, lambda u, k: u.store(u.fma(u.splat(value), u.splat(factor), u.load(out, k)), out, k))
 
-    return types.void(out, _i8, out.dtype), code(generate)
+    return types.void(out, _i8, out.dtype, out.dtype), code(generate)
 
 
 @intrinsic
