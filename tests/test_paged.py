@@ -151,6 +151,7 @@ def test_a_cache_that_grows(rng):
         ({"k_pages": np.zeros((3, 4, 2, 5))}, "k_pages: expected shape"),
         ({"v_pages": np.zeros((3, 4, 1, 4))}, "v_pages: expected shape"),
         ({"mask": np.ones((1, 8))}, "mask: paged_attention has no such argument"),
+        ({"position": rp.Rotary(4, positions=np.arange(8))}, "position: .* belongs to the tokens of one call"),
     ],
 )
 def test_what_is_refused(change, words):

@@ -209,6 +209,17 @@ def test_lengths_and_offsets_that_change(position, options, dtype, rng):
             assert_same_bits(ready(q, k, v, return_lse=True, **moved), expected)
 
 
+def test_positions_that_are_given_stay_with_an_offset_that_moves(rng):
+    q, k, v = rng.standard_normal((3, 2, 1, 6, 16)).astype(np.float32)
+    q = q[:, :, :3]
+    scheme = rp.Rotary(16, positions=rng.integers(0, 9, (2, 3)), key_positions=rng.integers(0, 9, (2, 6)))
+    ready = rp.prepare(q, k, v, position=scheme)
+    for moved in ({"offset": 1}, {"offset": "end", "key_lengths": 5}):
+        assert_same_bits([ready(q, k, v, **moved)], [rp.attention(q, k, v, position=scheme, **moved)])
+    with pytest.raises(rp.RelposError, match="belongs to the tokens of one call"):
+        ready(q, k, v, offset=[1, 2])
+
+
 def test_what_changes_is_put_into_records_that_are_kept(rng, monkeypatch):
     """Schemes are not lowered, and nothing is planned, again."""
     from relpos_np.kernels._numba.plan import sequences

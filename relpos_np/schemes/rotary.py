@@ -133,8 +133,8 @@ class Rotary(Positioned):
 
     @property
     def covers(self) -> bool:
-        """Whatever the call, a position has the same angles; values turn in other kernels."""
-        return not self.values
+        """Whatever the call, a position that is counted has the same angles; values turn in other kernels."""
+        return not self.values and self.positions is None
 
     @property
     def covers_gradients(self) -> bool:
