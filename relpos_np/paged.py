@@ -124,13 +124,12 @@ def paged_attention(
         )
         if found is not None:
             return found
-        tokens = len(q) * -(-int(lengths.max(initial=0)) // size) * size
+        tokens = int(lengths.sum())
         gathered = sum(tokens * math.prod(x.shape[2:]) * x.itemsize for x in map(_codes, (k_pages, v_pages)))
         memory.require("paged_attention", {"gathered pages": gathered})
-    own: dict[str, Any] = {**options, "key_lengths": lengths, "offset": "end", "return_lse": return_lse}
     k, v = (_gathered(x, table, lengths) for x in (k_pages, v_pages))
-    attended: Array | tuple[Array, Array] = api.attention(q, k, v, position=position, **own)
-    return attended
+    out, lse = _of_segments(q, k, v, lengths, position, given)
+    return (out, lse) if return_lse else out
 
 
 def write_pages(x: Array | Quantized, pages: Array | Quantized, *, block_table: Any, positions: Any) -> None:
@@ -249,25 +248,42 @@ def _check_pages(named: Int64, pages: int) -> None:
         raise RelposValueError(f"block_table: expected pages 0 ... {pages - 1}, found {wrong[0]}")
 
 
+def _of_segments(q: Array, k: Any, v: Any, lengths: Int64, position: Position, given: Options) -> tuple[Array, Array]:
+    """Output and log-sum-exp of items whose gathered keys are one after the other."""
+    shape, dtype = q.shape[:3], np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+    items, heads, q_len = shape
+    own = {name: given[name] for name in paged_attention.options}  # type: ignore[attr-defined,literal-required]
+    for name, checked in (("sinks", check.per_head), ("query_scale", check.per_query)):
+        if own[name] is not None:
+            own[name] = checked(name, own[name], shape, dtype).swapaxes(0, 1).reshape(heads, items * q_len)
+    bounds = np.arange(items + 1) * q_len, np.concatenate([[0], np.cumsum(lengths)])
+    rows = q.swapaxes(0, 1).reshape(heads, items * q_len, q.shape[3])
+    found = api.attention(rows, k, v, position=position, segments=bounds, return_lse=True, **own)
+    out, lse = (np.ascontiguousarray(x.reshape(heads, items, q_len, *x.shape[2:]).swapaxes(0, 1)) for x in found)
+    return out, lse
+
+
 def _gathered(pages: Any, table: Int64, lengths: Int64) -> Any:
-    """The pages of each item one after the other, (B, H_kv, L, D), with anything behind its last key."""
+    """The keys of all items one after the other, (H_kv, n, D)."""
     if isinstance(pages, Quantized):
-        return Quantized(_gathered(pages.codes, table, lengths), _gathered_scale(pages, table, lengths))
-    size, longest = pages.shape[1], int(lengths.max(initial=0))
-    found = np.zeros((len(table), -(-longest // size), *pages.shape[1:]), pages.dtype)
-    for own, row, count in zip(found, table, (-(-lengths // size)).tolist(), strict=True):
+        scale, of_pages = pages.scale, (*pages.codes.shape[:3], pages.scale.shape[3])
+        if scale.shape[:2] == (1, 1):
+            # Those of channels, which all keys share.
+            scale = scale[0].swapaxes(0, 1)
+        else:
+            scale = _gathered(np.broadcast_to(scale, of_pages), table, lengths)
+        return Quantized(_gathered(pages.codes, table, lengths), scale)
+    size, start = pages.shape[1], 0
+    found = np.empty((int(lengths.sum()), *pages.shape[2:]), pages.dtype)
+    for row, length in zip(table, lengths.tolist(), strict=True):
+        whole, rest = divmod(length, size)
+        stop = start + whole * size
         # All of them exist; where that is asked for, NumPy fills another array first.
-        np.take(pages, row[:count], axis=0, out=own[:count], mode="clip")
-    return found.reshape(len(table), -1, *pages.shape[2:])[:, :longest].swapaxes(1, 2)
-
-
-def _gathered_scale(pages: Quantized, table: Int64, lengths: Int64) -> Array:
-    """The scales of the keys of each item, or those of channels, which all of them share."""
-    scale = pages.scale
-    if scale.shape[:2] == (1, 1):
-        return scale.swapaxes(1, 2)
-    found: Array = _gathered(np.broadcast_to(scale, (*pages.codes.shape[:3], scale.shape[3])), table, lengths)
-    return found
+        np.take(pages, row[:whole], axis=0, out=found[start:stop].reshape(whole, *pages.shape[1:]), mode="clip")
+        if rest:
+            found[stop : stop + rest] = pages[row[whole], :rest]
+        start = stop + rest
+    return found.swapaxes(0, 1)
 
 
 def _in_place(

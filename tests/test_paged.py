@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import relpos_np as rp
 from relpos_np import paged, testing
+from tests.compare import assert_same_bits
 from tests.every import RESTARTING
 
 HEADS, DEPTH = 4, 16
@@ -68,15 +69,18 @@ def test_pages_are_keys_in_a_row(lengths, page, q_len, kv_heads, name, options, 
 
 @pytest.mark.parametrize(("name", "variant"), RESTARTING, ids=lambda x: x or "")
 @pytest.mark.parametrize("q_len", [1, 12])
-def test_every_scheme(name, variant, q_len, rng):
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_scheme(name, variant, q_len, causal, rng):
+    """An item has the bits of its own call, whatever other items and rows behind its last key hold."""
     e = testing.example(name, variant=variant, size="tiny", dtype="float64")
     lengths = [12, 40, 33]
     k, v, table, items = cache(rng, lengths, 8, e.k.shape[-3], e.k.shape[-1], e.v.shape[-1], np.float64)
     q = rng.standard_normal((3, e.q.shape[-3], q_len, e.q.shape[-1]))
-    out = rp.paged_attention(q, k, v, block_table=table, key_lengths=lengths, position=e.position, causal=True)
+    call = {"position": e.position, "causal": causal}
+    out = rp.paged_attention(q, k, v, block_table=table, key_lengths=lengths, **call)
     for b, own in enumerate(items):
-        expected = rp.attention(q[b], *own, position=e.position, causal=True, backend="numpy")
-        np.testing.assert_allclose(out[b], expected, rtol=1e-10, atol=1e-11)
+        np.testing.assert_allclose(out[b], rp.attention(q[b], *own, backend="numpy", **call), rtol=1e-10, atol=1e-11)
+        assert_same_bits([out[b]], [rp.attention(q[b], *own, **call)])
 
 
 @pytest.mark.parametrize(

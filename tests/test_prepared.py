@@ -361,6 +361,13 @@ def test_threads_share_it(rng):
             assert_same_bits([found], [expected])
 
 
+def test_items_that_operands_share_have_no_offset_each(rng):
+    """As in a call of attention: queries, keys and values must have the same items."""
+    q, k, v = (rng.standard_normal(shape) for shape in ((3, 1, 2, 8), (3, 1, 4, 8), (1, 1, 4, 8)))
+    with pytest.raises(rp.RelposValueError, match="offset: one for each item needs q, k and v with the same batch"):
+        rp.prepare(q, k, v)(q, k, v, offset=[0, 1, 2])
+
+
 def test_refusals(rng):
     q, k, v = rng.standard_normal((3, 2, 5, 4))
     ready = rp.prepare(q, k, v)

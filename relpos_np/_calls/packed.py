@@ -366,7 +366,7 @@ class PackedCall:
                 call = self.at_once("attention_vjp", sequences, is_backward=True)
                 return call.differentiate(grad_out, grad_lse)
         # Every row belongs to one part.
-        grads = [memory.empty(x.shape, x.dtype.newbyteorder("=")) for x in (self.q, self.k, self.v)]
+        grads = [memory.empty(x.shape, x.dtype) for x in (self.q, self.k, self.v)]
         shared: dict[str, Any] = {"position": None, "sinks": None, "query_scale": None}
         for part, own in self._calls():
             found = compute(

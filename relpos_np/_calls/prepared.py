@@ -235,7 +235,7 @@ class PreparedAttention:
         self._ready = {False: made, True: made}
         if made is not None and not made.takes_lengths:
             self._ready[True] = ready_for_lengths((q, k, v), problem, schemes, shape, result)
-        if options["selected"] is None:
+        if options["selected"] is None and q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
             reach, lengths = (problem.site.q_len, self._k_len), np.broadcast_to(np.int64(self._k_len), self._batch)
             items, alone = Sequences.of_items(lengths - reach[0], *reach, lengths), replace(problem, key_lengths=None)
             self._items = ready_for_sequences((q, k, v), alone, schemes, shape, result, items, reach)

@@ -185,3 +185,12 @@ def test_row_22_inputs_need_not_be_writeable(backend, rng):
         # A view that its owner may write to is no reason to write to it.
         views = [x.copy().view() for x in arrays]
         same(run(*map(read_only, views)), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"segments": np.array([0, 2, 5])}])
+@pytest.mark.parametrize("position", [None, rp.XPos(4)])
+def test_gradients_have_the_byte_order_of_their_operands(options, position, rng):
+    """In one call, in one launch for all sequences, and in a call for each."""
+    q = rng.standard_normal((2, 5, 4)).astype(">f4")
+    grads = rp.attention_vjp(q, q, q, grad_out=q, position=position, **options)
+    assert {x.dtype for x in (grads.q, grads.k, grads.v)} == {q.dtype}
