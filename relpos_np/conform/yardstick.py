@@ -25,6 +25,7 @@ import numpy as np
 
 from relpos_np._contract import check
 from relpos_np._contract.terms import Terms
+from relpos_np._contract.turned import turn_channels
 from relpos_np.api import attention_vjp, logits
 from relpos_np.conform.arithmetic import coarser, output, roundings
 from relpos_np.conform.formats import Format, format_of
@@ -77,6 +78,7 @@ class Truth:
     # More draws, of what is right too and is told, where others leave an answer wrong.
     spare: Iterator[Mapping[str, Array]] | None = None
     told: str = ""
+    grad_out: Array | None = None
 
     def _drawn(self) -> bool:
         """One more way of rounding; False if there is none."""
@@ -167,6 +169,7 @@ class Answer:
     wrong: bool
     rough: bool = False
     usual: float = 0.0
+    grad_out: Array | None = None
 
 
 def _factor(name: str) -> float:
@@ -211,7 +214,7 @@ def truth(
     spare = None
     if kept.eps < 2.0**-23 and isinstance(one.position, Rotary) and one.position.frequencies is None:
         spare = _drawn(one, kept, grad_out, trained, angles=True)
-    return Truth(expected, worst, usual, stored, draws, slack, spare)
+    return Truth(expected, worst, usual, stored, draws, slack, spare, grad_out=grad_out)
 
 
 def _within(errors: Mapping[str, float], allowed: Mapping[str, float], rough: Mapping[str, float]) -> bool:
@@ -306,15 +309,20 @@ def _drawn(
     batch, heads, q_len, _ = one.q.shape
     draws = min(_DRAWS, max(2, _SCORES // (batch * heads * q_len * one.k.shape[2])))
     chosen = {"angles": angles, "vectors": _has_vectors(one)}
+    off = np.zeros(())
     for seed in range(draws):
         rough = _rounded(one, kept, np.random.default_rng(seed), scaled_last=seed % 2 == 1, **chosen)
         turned, added = None, _summed(one, kept, np.random.default_rng(seed))
         if grad_out is not None:
             # What reaches a score is a product with values, which is rounded before a sum is subtracted from it.
-            turned = grad_out * (1 + kept.eps * np.random.default_rng(seed).uniform(-1, 1, grad_out.shape))
+            turned = grad_out * (1 + kept.eps * np.random.default_rng(seed).uniform(-1, 1, grad_out.shape) + off)
             added |= _summed_back(one, kept, np.random.default_rng(seed), grad_out)
         found = _results(rough, "numpy", turned, trained)
         found = {name: x + added.get(name, 0.0) for name, x in found.items()}
+        if kept.name in ("float32", "float64"):
+            # FlashAttention's way back makes weights of scores that are computed again, and of the log-sum-exp of those
+            # before: roundings of both are left in a row, in whose weights all gradients are linear.
+            off = np.where(np.isfinite(one.expected_lse), found["lse"] - one.expected_lse, 0.0)[..., None]
         yield {name: x if name == "lse" else kept.rounded(x) for name, x in found.items()}
 
 
@@ -396,7 +404,7 @@ def _rounded(
         return np.asarray(x * (1 + eps / 2 * np.sqrt(steps) * rng.uniform(-1, 1, x.shape)))
 
     position = _angles_in_float32(one, rng) if angles else one.position
-    q, k = shaken(one.q), shaken(one.k)
+    q, k = map(shaken, _turned_on(one, position) if angles else (one.q, one.k))
     hidden = ("mask", "key_lengths", "causal", "window", "scale")
     plain = {name: value for name, value in one.kwargs.items() if name not in hidden}
     scores = {name: value for name, value in one.kwargs.items() if name != "sinks"}
@@ -445,6 +453,28 @@ def _angles_in_float32(one: Example, rng: np.random.Generator) -> Position:
     exact = rotary_frequencies(rough.dim, base=position.base)
     rough.frequencies = exact * (1 + 2.0**-23 * rng.uniform(-1, 1, exact.shape))
     return rough
+
+
+def _turned_on(one: Example, position: Position) -> tuple[Array, Array]:
+    """Queries and keys turned by what products of positions and frequencies are rounded by in float32.
+
+    It differs from one position to the next, while a frequency that is off turns neighbours alike.
+    """
+    if not isinstance(position, Rotary) or position.frequencies is None or position.frequencies.ndim > 1:
+        return one.q, one.k
+    columns = np.arange(one.k.shape[2]) * 1.0 if position.positions is None else position.positions
+    start = one.kwargs.get("offset", one.k.shape[2] - one.q.shape[2])
+    among = np.arange(one.q.shape[2]) + start
+    if position.key_positions is not None:
+        rows, columns = columns, position.key_positions
+    else:
+        rows = among * 1.0 if position.positions is None else columns[..., among]
+    single, found = position.frequencies.astype(np.float32), []
+    for x, t in ((one.q, rows[..., None]), (one.k, columns[..., None])):
+        off = (t.astype(np.float32) * single - t * single.astype(np.float64))[..., None, :, :]
+        first = 0 if position.channels is None else position.channels[0]
+        found.append(turn_channels(x, np.cos(off), np.sin(off), position.layout, first, position.blocks))
+    return found[0], found[1]
 
 
 def _made_in_steps(one: Example, kept: Format, rng: np.random.Generator) -> Position:
