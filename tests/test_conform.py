@@ -247,6 +247,7 @@ def test_wrong_answers_are_explained_by_kind():
     assert "large negative number" in report.family("excluded_rows").cause
     assert report.family("masks").verdict == "partly"  # without key_lengths
     shape = conform(lambda q, k, v: q[..., :1], "plain", families="self")
+    assert shape.causes == ("out has another shape than (batch, heads, queries, D_v)",)
     assert "out has shape (1, 1, 2, 1), expected (1, 1, 2, 2)" in shape.text()
 
 
@@ -301,6 +302,67 @@ def test_errors_that_nothing_known_leads_to_have_no_cause():
 
     family = conform(noisy, "plain", families="self").family("self")
     assert (family.verdict, family.cause) == ("wrong", "")
+
+
+@pytest.mark.parametrize("change", [lambda x: x[..., None], lambda x: x.swapaxes(1, 2)], ids=["axis", "order"])
+def test_log_sum_exps_of_another_shape_are_told(change):
+    """Also where those of two parts of the keys were to be merged."""
+
+    def attend(q, k, v, return_lse=False):
+        out, lse = rp.attention(q, k, v, return_lse=True, backend="numpy")
+        return (out, change(lse)) if return_lse else out
+
+    report = conform(attend, "plain", lengths=SOME)
+    assert report.family("self").cause == "lse has another shape than (batch, heads, queries)"
+    assert report.family("ragged").cause.startswith("lse has shape")
+
+
+def test_an_exit_is_a_crash():
+    """Or its exit code would be the verdict."""
+
+    def leaves(q, k, v):
+        raise SystemExit(0)
+
+    report = conform(leaves, "plain", families="self", lengths=SOME)
+    assert (report.exit_code, report.causes) == (1, ("crashes",))
+
+
+def test_crashes_with_other_values_are_told_when():
+    def square(q, k, v, causal=False):
+        if q.shape[-1] != v.shape[-1]:
+            raise RuntimeError("no kernel")
+        return rp.attention(q, k, v, causal=causal, backend="numpy")
+
+    cause = conform(square, "plain").family("odd_sizes").cause
+    assert "only where D_v is not D" in cause
+    assert "--except value_dim" in cause
+
+
+def test_an_output_in_half_precision_is_told():
+    def half(q, k, v):
+        return rp.attention(q, k, v, backend="numpy").astype("float16")
+
+    assert conform(half, "plain", families="self", lengths=SOME).causes == ("rounds its output to float16",)
+
+
+def test_angles_in_float32_are_right():
+    """A product of position and frequency is rounded otherwise at each position, which a narrow window shows."""
+
+    def attend(q, k, v, base=10000.0, window=None, causal=False):
+        def turned(x, start):
+            at = (np.arange(x.shape[2], dtype="float32") + np.float32(start))[:, None]
+            frequencies = np.float32(1) / np.float32(base) ** (
+                np.arange(0, x.shape[3], 2, dtype="float32") / x.shape[3]
+            )
+            cos, sin = np.cos(at * frequencies), np.sin(at * frequencies)
+            a, b = np.split(x, 2, -1)
+            return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+        q, k = turned(q, k.shape[2] - q.shape[2]), turned(k, 0)
+        return rp.attention(q, k, v, window=window, causal=causal, backend="numpy")
+
+    report = conform(attend, "rotary", families=("self", "windows"), head_dim=32, lengths=(128, 129))
+    assert report.ok, report.text()
 
 
 def test_units_are_distances_to_the_next_number():

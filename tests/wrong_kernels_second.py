@@ -62,6 +62,42 @@ def softmax(s, axis=-1):
     return p / np.where(total > 0, total, 1)
 
 
+def last_whole_tile(at, s):
+    """The last 32 keys are left out where 32 divides their number."""
+    whole = at.k_len % 32 == 0 and at.k_len > 32
+    return np.where(at.j >= at.k_len - 32, -np.inf, s) if whole else s
+
+
+def short_lengths(at, lengths):
+    lengths = np.asarray(lengths)
+    return lengths - ((lengths % 16 == 0) & (lengths > 0))
+
+
+def values_in_turn(q, k, v):
+    """Heads of values h mod H_kv, under right weights."""
+    k = np.repeat(k, q.shape[1] // k.shape[1], 1)
+    return kernel()(q, k, np.tile(v, (1, q.shape[1] // v.shape[1], 1, 1)))
+
+
+def floats_capped(q, k, v, mask=None, softcap=None):
+    """A mask of floats is added before the cap."""
+    if mask is None or mask.dtype == bool or softcap is None:
+        return kernel()(q, k, v, mask=mask, softcap=softcap)
+    k, v = for_queries(q, k, np.nan_to_num(v))
+    cap = q.dtype.type(softcap)
+    return softmax(cap * np.tanh((products(q, k) + mask) / cap)) @ v
+
+
+def next_head(q, k, v):
+    """The last tile of 32 keys goes on with those of the next head."""
+
+    def padded(x):
+        more = -x.shape[2] % 32
+        return np.concatenate([x, np.resize(np.roll(x, -1, 1), (*x.shape[:2], more, x.shape[3]))], 2)
+
+    return kernel()(q, padded(k), padded(v))
+
+
 def products(q, k):
     return q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5)
 
@@ -460,5 +496,27 @@ SECOND = [
     wrong("plain ragged", "segments cut one token late", "one token too late", cut_late, {"supports": ["segments"]}),
     wrong("plain ragged", "segments end with tiles", "whole tiles of 16", to_the_tile, {"supports": ["segments"]}),
     wrong("plain ragged", "the last page whole", "last page whole", paged(whole=True), PAGED),
+    wrong(
+        "plain cross",
+        "scale twice but for D = 64",
+        "scale twice, but not where head_dim = 64",
+        scale=own_scale(lambda at: at.dim if at.dim == 64 else at.dim**2),
+    ),
+    wrong("plain self", "the last tile left out where it is whole", "where it is whole", masked=last_whole_tile),
+    wrong(
+        "plain masks",
+        "key_lengths short at whole tiles",
+        "with whole tiles of 16",
+        shown=seen(key_lengths=short_lengths),
+    ),
+    wrong("plain grouped_heads", "values of heads in turn", "of values alone", values_in_turn),
+    wrong("plain combined", "a mask of floats capped", "also to masks of floats", floats_capped),
+    wrong("plain grouped_heads", "the next head behind the last key", "only where 32 does not divide L_k", next_head),
+    wrong(
+        "rotary self",
+        "half of the channels turn",
+        "the first half of the channels",
+        rotary(frequencies=lambda dim: powers(dim // 4 * 2)),
+    ),
     wrong("plain ragged", "pages in order", "whatever block_table says", paged(ordered=True), PAGED),
 ]

@@ -166,7 +166,8 @@ class Bench:
             allowed |= {name: right.allowed(name, returned[name][1]) for name in answers}
         coarse = [name for name, error in rough.items() if error > 1]
         wrong, only_rough = bool(far or coarse), not far and "out" in coarse
-        kept = Answer(about["family"], one, answers, right.expected, allowed, wrong, only_rough, right.usual["out"])
+        usual = right.usual["out"]
+        kept = Answer(about["family"], one, answers, right.expected, allowed, wrong, only_rough, usual, right.grad_out)
         custom = custom_of(kept, self.conventions) if far else None
         if custom is not None:
             accepted = self.conventions in custom.whose or custom is BORDERS

@@ -14,9 +14,9 @@ import numpy as np
 
 from relpos_np.conform.altered import remade
 from relpos_np.conform.bench import STATE, Bench
-from relpos_np.conform.conditions import condition, runs_where
+from relpos_np.conform.conditions import by_sizes, condition, runs_where
 from relpos_np.conform.customs import BORDERS
-from relpos_np.conform.outputs import by_output, fitted_scale
+from relpos_np.conform.outputs import by_output, far_off, fitted_scale
 from relpos_np.conform.report import Family
 from relpos_np.conform.suspects import Suspect
 from relpos_np.conform.yardstick import Answer, distance
@@ -187,11 +187,18 @@ class _Search:
             fitted = None if self.ordinary and family.name != "self" else fitted_scale(first, wrong)
             told = [] if fitted is None else [(Suspect(*fitted), "")]
         if not told:
-            return by_output(wrong, self.known.wrong)
+            return by_output(wrong, self.known.wrong) or self._only()
         suspect, when = told[0] if len(told) == 1 else max(told, key=lambda one: self._rank(one[0], one[1], wrong))
         if not suspect.rough:
             self.found.append(suspect)
         return suspect.cause + when
+
+    def _only(self) -> str:
+        """Of a mistake that nobody knows the sizes with which it is made, in all families."""
+        if not all(map(far_off, self.known.wrong)):
+            return ""
+        when = by_sizes(self.all_wrong, [one.example for one in self.answers if not one.wrong])
+        return f"no known mistake gives these numbers{when}" if when else ""
 
     def _stale(self, wrong: list[Answer]) -> bool:
         """Whether each of some answers has the scheme's arrays of the first call of the same lengths and heads."""

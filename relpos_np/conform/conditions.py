@@ -9,12 +9,18 @@ from relpos_np.testing.arguments import arguments, parameters
 from relpos_np.testing.example import Example
 
 _SIZES = ("L_k", "L_q", "head_dim", "D_v", "H", "batch")
+_Facts = dict[str, Any]
 _TILES = (2, 8, 16, 32, 64, 128)
+
+_RELATIONS: tuple[tuple[str, Callable[[_Facts], bool]], ...] = (
+    ("L_q is less than L_k", lambda x: x["L_q"] < x["L_k"]),
+    ("L_q is equal to L_k", lambda x: x["L_q"] == x["L_k"]),
+    ("L_q is not L_k", lambda x: x["L_q"] != x["L_k"]),
+    ("D_v is not D", lambda x: x["D_v"] != x["head_dim"]),
+)
 
 # Cases that ran, from which on it is no accident that they have something in common.
 _SOME = 2
-
-_Facts = dict[str, Any]
 
 
 def _facts(one: Example) -> _Facts:
@@ -38,10 +44,20 @@ def _conditions(wrong: list[_Facts]) -> Iterator[tuple[str, Callable[[_Facts], b
     common = set.intersection(*(one["names"] for one in wrong))
     for name in sorted(common):
         yield f" with {name}", _has({name})
-    relations = (("less than", lambda x: x["L_q"] < x["L_k"]), ("equal to", lambda x: x["L_q"] == x["L_k"]))
-    for words, holds in relations:
+    yield from _of_sizes(wrong)
+    for name in sorted(common):
+        for other in sorted(common):
+            if name < other:
+                yield f" with {name} and {other} together", _has({name, other})
+    for name in sorted({"causal", "mask", "key_lengths", "window"} - set().union(*(one["names"] for one in wrong))):
+        yield f" without {name}", _lacks(name)
+
+
+def _of_sizes(wrong: list[_Facts]) -> Iterator[tuple[str, Callable[[_Facts], bool]]]:
+    """Those of lengths and other sizes."""
+    for words, holds in _RELATIONS:
         if all(map(holds, wrong)):
-            yield f" where L_q is {words} L_k", holds
+            yield f" where {words}", holds
     for name in _SIZES:
         least, most = min(one[name] for one in wrong), max(one[name] for one in wrong)
         yield f" from {name} = {least} on", _between(name, least, None)
@@ -49,12 +65,16 @@ def _conditions(wrong: list[_Facts]) -> Iterator[tuple[str, Callable[[_Facts], b
         for tile in _TILES:
             if all(one[name] % tile for one in wrong):
                 yield f" where {tile} does not divide {name}", _undivided(name, tile)
-    for name in sorted(common):
-        for other in sorted(common):
-            if name < other:
-                yield f" with {name} and {other} together", _has({name, other})
-    for name in sorted({"causal", "mask", "key_lengths", "window"} - set().union(*(one["names"] for one in wrong))):
-        yield f" without {name}", _lacks(name)
+            if all(one[name] % tile == 0 for one in wrong):
+                yield f" where {tile} divides {name}", _divided(name, tile)
+
+
+def _but_for(wrong: list[_Facts], right: list[_Facts]) -> Iterator[str]:
+    """One size that all cases have that are right, and none that are wrong."""
+    for name in _SIZES:
+        sizes = {one[name] for one in right}
+        if len(right) >= _SOME and len(sizes) == 1 and not any(one[name] in sizes for one in wrong):
+            yield f", but not where {name} = {sizes.pop()}"
 
 
 def _has(names: set[str]) -> Callable[[_Facts], bool]:
@@ -82,7 +102,17 @@ def condition(wrong: list[Example], right: list[Example]) -> str | None:
     if not right:
         return ""
     bad, good = [_facts(one) for one in wrong], [_facts(one) for one in right]
-    return next((f", only{words}" for words, holds in _conditions(bad) if not any(map(holds, good))), None)
+    found = next((f", only{words}" for words, holds in _conditions(bad) if not any(map(holds, good))), None)
+    return found or next(_but_for(bad, good), None)
+
+
+def by_sizes(wrong: list[Example], right: list[Example]) -> str:
+    """The same in sizes alone, where some cases are wrong and some right; empty if nothing."""
+    if min(len(wrong), len(right)) <= _SOME:
+        return ""
+    bad, good = [_facts(one) for one in wrong], [_facts(one) for one in right]
+    found = (f", only{words}" for words, holds in _of_sizes(bad) if not any(map(holds, good)))
+    return next(found, "") or next(_but_for(bad, good), "")
 
 
 def runs_where(ran: list[Example], crashes: list[Example], crashed: list[Example]) -> tuple[str, str]:

@@ -212,7 +212,7 @@ class Implementation:
             return function(*arrays, **named)
         except (Refused, Crashed):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # which would be the exit code of the command
             reason = f"raises {type(error).__name__}: {' '.join(str(error).split())[:160]}".rstrip(": ")
             unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
             if isinstance(error, NotImplementedError) or (unknown and unknown[1] in (None, *named)):

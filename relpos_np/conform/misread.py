@@ -372,6 +372,15 @@ def _some_pairs(d: int, base: float) -> Array:
     return np.where(np.arange(d // 2) < d // 4, rotary_frequencies(d, base=base), 0.0)
 
 
+def _fewer_turn(share: int, one: Example) -> Array | None:
+    """Some channels turn, with frequencies of as many, where all are meant."""
+    position, dim = one.position, one.q.shape[-1] // (2 * share) * 2
+    if type(position) is not Rotary or position.frequencies is not None or position.dim not in (None, one.q.shape[-1]):
+        return None
+    return remade(one, dim=dim, channels=None) if dim else None
+
+
+_SHARES = (("half", 2), ("quarter", 4))
 _TURNS: tuple[tuple[str, Answer], ...] = (
     (
         "exponent 2i / (d - 2) in place of 2i / d",
@@ -380,6 +389,7 @@ _TURNS: tuple[tuple[str, Answer], ...] = (
     ("exponent i / d in place of 2i / d", partial(_turned, lambda d, b: b ** (-np.arange(d // 2) / d))),
     ("exponent 2 (i + 1) / d in place of 2i / d", partial(_turned, lambda d, b: b ** (-np.arange(2, d + 2, 2) / d))),
     ("frequencies from the lowest to the highest", partial(_turned, lambda d, b: rotary_frequencies(d, base=b)[::-1])),
+    *((f"turns the first {words} of the channels alone", partial(_fewer_turn, n)) for words, n in _SHARES),
     ("turns the first half of the pairs alone", partial(_turned, _some_pairs)),
     ("frequencies of all channels, of which some turn", _of_all_channels),
     ("turns values too", _values_turned),

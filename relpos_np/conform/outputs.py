@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from relpos_np.api import attention_vjp
 from relpos_np.conform.altered import out_of, plain_outputs, scale_of, scores_of, values_of
+from relpos_np.conform.formats import format_of
 from relpos_np.conform.yardstick import Answer, distance
 from relpos_np.errors import RelposError
 from relpos_np.formulas.softmax import repeat_heads, softmax
@@ -30,15 +32,27 @@ _SPECIAL = ("large_scores", "nan_excluded", "excluded_rows", "calls")
 
 def by_output(wrong: list[Answer], every: list[Answer]) -> str:
     """A cause for wrong answers of one family, of which the smallest is first; `every` is wrong in some family."""
+    for name, axes in (("out", "batch, heads, queries, D_v"), ("lse", "batch, heads, queries")):
+        if any(name in one.returned and one.returned[name].shape != one.expected[name].shape for one in wrong):
+            return f"{name} has another shape than ({axes})"
     if all(_right(one) for one in wrong):
         return _of_lse(wrong)
     shown = [one for one in every if not _right(one)]
-    return _special(wrong, shown) or _factor(wrong) or _last_key(wrong) or _region(shown)
+    return _special(wrong, shown) or _rounded(wrong) or _factor(wrong) or _last_key(wrong) or _region(shown)
 
 
 def _right(one: Answer) -> bool:
     """Whether the output is right, and something else wrong."""
     return distance(one.returned["out"], one.expected["out"]) <= one.allowed["out"]
+
+
+def _rounded(wrong: list[Answer]) -> str:
+    """Outputs that a coarser format holds, and that are right but for that."""
+    for format_ in map(format_of, ("bfloat16", "float16")):
+        outs = [(one.returned["out"], one.expected["out"]) for one in wrong]
+        if all(distance(x, format_.rounded(x)) == 0 and distance(x, y) <= format_.eps * largest(y) for x, y in outs):
+            return f"rounds its output to {format_.name}"
+    return ""
 
 
 def _factor(wrong: list[Answer]) -> str:
@@ -133,7 +147,41 @@ def _of_gradients(wrong: list[Answer]) -> str:
     for words, factor in factors:
         if all(_gradient(one, n, factor(one.example)) for one, n in found):
             return f"{told}: {words}"
-    return _without_sums(wrong) if names == ["grad_k", "grad_q"] else ""
+    if names == ["grad_k", "grad_q"]:
+        return _without_sums(wrong)
+    for words, some in _SUMS:
+        if all(_of_some(one, n, some(one.example)) for one, n in found):
+            return f"{told}: {words}"
+    return ""
+
+
+# Sums of gradients that are not made: which items and heads, (B, H), are all that is left of them.
+_SUMS: tuple[tuple[str, Callable[[Example], Array]], ...] = (
+    ("that of the first batch item alone", lambda one: np.arange(len(one.q))[:, None] + _group(one) * 0 < 1),
+    (
+        "that of the last batch item alone",
+        lambda one: np.arange(len(one.q))[:, None] + _group(one) * 0 == len(one.q) - 1,
+    ),
+    ("that of the first query head of each group alone", lambda one: (_group(one) == 0)[None]),
+    ("that of the last query head of each group alone", lambda one: (_group(one) == _group(one)[-1])[None]),
+)
+
+
+def _group(one: Example) -> Array:
+    """The number of each query head in its group."""
+    return np.asarray(np.arange(one.q.shape[1]) % (one.q.shape[1] // one.k.shape[1]))
+
+
+def _of_some(one: Answer, name: str, some: Array) -> bool:
+    """Whether a gradient is that of some items and heads."""
+    if one.grad_out is None:
+        return False
+    case, grad_out = one.example, np.where(some[..., None, None], one.grad_out, 0.0)
+    found = attention_vjp(
+        case.q, case.k, case.v, position=case.position, grad_out=grad_out, backend="numpy", **case.kwargs
+    )
+    named = {"q": found.q, "k": found.k, "v": found.v} | dict(found.position)
+    return distance(one.returned[name], named[name[5:]]) <= 2 * one.allowed[name]
 
 
 def _gradient(one: Answer, name: str, factor: float) -> bool:
@@ -222,7 +270,7 @@ def fitted_scale(first: Answer, wrong: list[Answer]) -> tuple[str, Callable[[Exa
 
 def _region(wrong: list[Answer]) -> str:
     """Where alone outputs are wrong, if that is the same in all cases: heads, items, queries or channels."""
-    if not all(_far_off(one) for one in wrong):
+    if not all(far_off(one) for one in wrong):
         return ""
     for axis, word in enumerate(_AXES):
         places = [_along(one, axis) for one in wrong]
@@ -237,7 +285,8 @@ def _region(wrong: list[Answer]) -> str:
     return ""
 
 
-def _far_off(one: Answer) -> bool:
+def far_off(one: Answer) -> bool:
+    """Whether an output is wrong by more than any rounding."""
     out, expected = one.returned["out"], one.expected["out"]
     return out.shape == expected.shape and distance(out, expected) > _PLAINLY * one.allowed["out"]
 
@@ -257,6 +306,8 @@ def _words(places: list[Array], word: str) -> str:
     if not all(last == count - 1 for _, last, count in ends):
         return ""
     firsts = {first for first, _, _ in ends}
+    if firsts == {0}:
+        return ""
     if len(firsts) == 1:
         return f"from {word} {firsts.pop()} on, counted from 0,"
     if all(first == last for first, last, _ in ends):

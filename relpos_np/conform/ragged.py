@@ -127,7 +127,9 @@ def halves(one: Example, *, masked: bool) -> list[Example]:
 def merged(
     found: list[dict[str, tuple[Array, str]]],
 ) -> dict[str, tuple[Array, str]]:
-    """Results of two parts of the keys as those of all."""
+    """Results of two parts of the keys as those of all; those of the first where log-sum-exps have another shape."""
+    if any(one["lse"][0].shape != one["out"][0].shape[:-1] for one in found):
+        return {name: found[0][name] for name in ("lse", "out")}
     (a, b), dtype = (one["lse"][0] for one in found), found[0]["out"][1]
     with np.errstate(invalid="ignore"):
         lse = np.logaddexp(a, b)

@@ -160,13 +160,17 @@ def _later_keys(one: Example) -> Array | None:
     return out_of(one, causal=None, mask=seen(one, window=(0, None), offset=call.last)) if call.causal else None
 
 
-def _capped_late(one: Example) -> Array | None:
-    """The cap on scores that are masked already: of what is excluded it makes -cap."""
+def _capped_late(one: Example, *, floats: bool = False) -> Array | None:
+    """The cap on scores that are masked already, also by `floats`: of what is excluded it makes -cap."""
     cap = one.kwargs.get("softcap")
     if cap is None or one.kwargs.get("cap_order") == "content" or not plain_outputs(one):
         return None
-    s = scores_of(one)
-    return _softmax_of(one, np.where(np.isneginf(s), -cap, s))
+    s, mask = scores_of(one), one.kwargs.get("mask")
+    hidden = np.isneginf(s)
+    if floats and mask is not None and mask.dtype != np.bool_:
+        finite = np.where(hidden, 0.0, mask)
+        s = cap * np.tanh(np.arctanh((np.where(hidden, 0.0, s) - finite) / cap) + finite / cap)
+    return _softmax_of(one, np.where(hidden, -cap, s))
 
 
 def _cap_before_scale(one: Example) -> Array | None:
@@ -243,9 +247,12 @@ def _mixed(content: Callable[[float], float], added: Callable[[float], float]) -
 # ---------------------------------------------------------------------------------------------- positions
 
 
-def _heads_in_turn(one: Example) -> Array | None:
+def _heads_in_turn(names: str, one: Example) -> Array | None:
     found = in_turn(one.q.shape[1], one.k, one.v)
-    return None if found is None else out_of(one, k=found[0], v=found[1])
+    if found is None:
+        return None
+    right = {name: repeat_heads(getattr(one, name), one.q.shape[1]) for name in "kv"}
+    return out_of(one, **right | {name: x for name, x in zip("kv", found, strict=True) if name in names})
 
 
 def _left_out(name: str) -> Answer:
@@ -331,6 +338,7 @@ _MISTAKES: tuple[tuple[str, Answer], ...] = (
     ("applies the mask to probabilities, and the softmax again", partial(_masked_late, again=True)),
     ("takes True in a mask for excluded", _inverted),
     ("applies softcap to masked scores: what is excluded has score -softcap", _capped_late),
+    ("applies softcap to masked scores, also to masks of floats", partial(_capped_late, floats=True)),
     ("applies softcap before the scale", _cap_before_scale),
     ("softcap is not multiplied by: tanh(s / cap) in place of cap tanh(s / cap)", _only_tanh),
     ("attends as many later keys as earlier ones where a window is given, though causal", _both_sides),
@@ -341,5 +349,7 @@ _MISTAKES: tuple[tuple[str, Answer], ...] = (
     ("leaves positions out", lambda one: None if one.position is None else out_of(one, position=None)),
     ("leaves the vectors on values out", _left_out("value_table")),
     ("leaves the vectors on keys out", _left_out("key_table")),
-    (IN_TURN.mistake, _heads_in_turn),
+    (IN_TURN.mistake, partial(_heads_in_turn, "kv")),
+    (f"of keys alone: {IN_TURN.mistake}", partial(_heads_in_turn, "k")),
+    (f"of values alone: {IN_TURN.mistake}", partial(_heads_in_turn, "v")),
 )

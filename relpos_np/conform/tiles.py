@@ -24,6 +24,7 @@ def of_tiles() -> Iterator[tuple[str, Answer]]:
     for tile in _TILES:
         of = f"tiles of {tile}"
         yield f"leaves out the keys after the last whole tile, in {of} keys", partial(_last_keys, tile)
+        yield f"leaves out the last tile of keys where it is whole, in {of} keys", partial(_last_whole, tile)
         yield f"reads no tile of keys but the first, in {of} keys", partial(_keys_from, tile)
         for words, skipped in _CAUSAL:
             for from_keys in (True, False):
@@ -31,6 +32,7 @@ def of_tiles() -> Iterator[tuple[str, Answer]]:
         yield f"decides causal by whole {of}, not by keys", partial(_by_tile, tile)
         yield f"decides a window by whole {of}, not by keys", partial(_window_by_tile, tile)
         yield f"rounds key_lengths up to whole {of}", partial(_whole_lengths, tile)
+        yield f"key_lengths one key short where they end with whole {of}", partial(_short_lengths, tile)
         yield f"keys of padding count as scores of 0, in {of} keys", partial(_padded, tile)
         yield f"counts sinks once for each tile, in {of} keys", partial(_many_sinks, tile)
         yield f"the scale is that of head_dim rounded up to a multiple of {tile}", partial(_scale_of_whole, tile)
@@ -64,6 +66,10 @@ def _keys_from(start: int, one: Example) -> Array | None:
 
 def _last_keys(tile: int, one: Example) -> Array | None:
     return _keys_from(one.k.shape[2] // tile * tile, one)
+
+
+def _last_whole(tile: int, one: Example) -> Array | None:
+    return None if one.k.shape[2] % tile else _keys_from(one.k.shape[2] - tile, one)
 
 
 def _causal(tile: int, skipped: _Skipped, from_keys: bool, one: Example) -> Array | None:
@@ -108,6 +114,12 @@ def _whole_lengths(tile: int, one: Example) -> Array | None:
     if lengths is None:
         return None
     return out_of(one, key_lengths=np.minimum(-(-np.asarray(lengths) // tile) * tile, one.k.shape[2]))
+
+
+def _short_lengths(tile: int, one: Example) -> Array | None:
+    lengths = np.asarray(one.kwargs.get("key_lengths", 1))
+    whole = (lengths % tile == 0) & (lengths > 0)
+    return out_of(one, key_lengths=lengths - whole) if whole.any() else None
 
 
 def _padded(tile: int, one: Example) -> Array | None:

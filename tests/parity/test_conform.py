@@ -123,6 +123,59 @@ def test_without_grouped_heads(subjects):
     assert "--except grouped_heads" in tried.family("grouped_heads").cause
 
 
+def test_gradients_of_a_kernel_that_keeps_the_log_sum_exp():
+    """FlashAttention's way back makes weights of it, and of scores that are computed again."""
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def flash(q, k, v, scale=None):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    excluded = ("grouped_heads", "value_dim")
+    report = conform(flash, "plain", framework="torch", grad=True, families=("self", "large_scores"), excluded=excluded)
+    assert report.ok, report.text()
+
+
+def test_gradients_without_their_sums():
+    torch = pytest.importorskip("torch")
+
+    class Expanded(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x, heads):
+            context.group = heads // x.shape[1]
+            return x.repeat_interleave(context.group, 1)
+
+        @staticmethod
+        def backward(context, grad):
+            return grad[:, :: context.group], None
+
+    class Items(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x, batch):
+            return x.expand(batch, *x.shape)
+
+        @staticmethod
+        def backward(context, grad):
+            return grad[0], None
+
+    def grouped(q, k, v):
+        k, v = (Expanded.apply(x, q.shape[1]) for x in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def biased(q, k, v, table):
+        rows = of_torch.buckets(of_torch.distances(q, k), len(table), 128)
+        bias = Items.apply(table[rows].movedim(-1, 0), len(q))
+        return torch.softmax(of_torch.products(q, k) + bias, -1) @ v
+
+    of_torch = importlib.import_module("tests.parity.conform_torch")
+    report = conform(grouped, "plain", framework="torch", grad=True, families=("self", "grouped_heads"))
+    told = report.family("grouped_heads").cause
+    assert told == "grad_k and grad_v: that of the first query head of each group alone"
+    report = conform(biased, "t5", framework="torch", grad=True, families="self")
+    assert report.causes == ("grad_table: that of the first batch item alone",)
+
+
 def test_a_gradient_that_is_wrong():
     torch = pytest.importorskip("torch")
 
