@@ -234,6 +234,19 @@ def test_a_factor_on_a_table():
     assert only(identify(q, k, v, out=out, given=GIVEN, causal=False, scale=0.25)).settings["factor"] == 3
 
 
+def test_the_bias_max_of_mpt():
+    q, k, v = SQUARE
+    out = rp.attention(q, k, v, position=rp.ALiBi(bias_max=16.0, form="key"), causal=True, backend="numpy")
+    assert identify(q, k, v, out=out, causal=True, scale=0.25).matches[0].settings["bias_max"] == 16
+
+
+def test_sinks_may_be_frequencies():
+    """Whose base is no number that is looked for."""
+    q, k, v = SQUARE
+    out = rp.attention(q, k, v, window=(5, 0), sinks=np.ones(q.shape[1]), softcap=3.0, backend="numpy")
+    assert not identify(q, k, v, out=out, given={"sinks": np.ones(q.shape[1])}).matches
+
+
 def test_a_factor_on_positions_is_found_before_rarer_numbers():
     q, k, v = SQUARE
     slower = rp.Rotary(frequencies=rp.reference.rotary_frequencies(q.shape[-1]) / 3)

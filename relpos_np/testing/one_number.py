@@ -76,7 +76,7 @@ def unknowns(candidate: Candidate, stated: Mapping[str, Any], dim: int, heads: i
     partial = candidate.settings.get("dim") not in (None, dim) or "channels" in candidate.settings
     if isinstance(candidate.made, Rotary) and partial and not {"dim", "channels"} & stated.keys():
         return
-    if candidate.settings.get("frequencies") is None and "base" in free:
+    if "base" in free and getattr(candidate.made, "frequencies", None) is None:
         yield Unknown("base", _setting("base"), PUBLISHED, (100.0, 10_000.0, 1_000_000.0), 2.0, 1e10)
     if isinstance(candidate.made, Rotary) and candidate.made.frequencies is None:
         if not {"dim", "channels"} & stated.keys():
@@ -88,6 +88,8 @@ def unknowns(candidate: Candidate, stated: Mapping[str, Any], dim: int, heads: i
             yield Unknown("factor", _slower(dim), (2.0, 4.0, 8.0), (1.0, 4.0, 32.0), 1 / 64, 1024.0)
     elif candidate.arrays or isinstance(candidate.made, ALiBi):
         yield Unknown("factor", _louder(heads), (), (0.2, 1.0, 5.0), 1 / 64, 64.0)
+        if isinstance(candidate.made, ALiBi) and candidate.made.slopes is None and "bias_max" not in stated:
+            yield Unknown("bias_max", _setting("bias_max"), (16.0, 4.0, 32.0))
     if "max_distance" in free:
         yield Unknown("max_distance", _setting("max_distance", int), DISTANCES)
     cls: type = type(candidate.made)
