@@ -54,6 +54,7 @@ def test_sizes_of_the_other_stack_are_no_surprise(part):
         ("llama4_text", "", {"for_llm_compressor": True, "nope_layer_interval": 4}),
         ("mbart", "cross", {"is_decoder": True, "add_cross_attention": True}),
         ("llama", "", {"use_cla": False, "cla_share_factor": 2, "class_num": 0, "use_rotary_pos_emb": True}),
+        ("umt5", "encoder", {"scalable_attention": True}),
         ("qwen3_next", "", {"output_gate_type": "swish", "layer_types": ["full_attention"] * 48}),
     ],
 )

@@ -22,6 +22,8 @@ _OTHERS = {
     "adds numbers made of its values to the scores, and leaves keys out by them: pass them as mask": "doge",
     "attends keys that convolutions make fewer, without positions": "glpn pvt segformer",
     "attends blocks of keys that differ by head or by chance": "big_bird bigbird_pegasus phi3small reformer",
+    "attends a window around each token, and beside it tokens that a call names: pass both as mask": "led longformer",
+    "attends blocks of keys, and beside them one vector for each block, or tokens of its own": "longt5 pegasus_x",
     "is a name of several models: open the config.json of its text model (MiniCPM, Llama or Qwen2)": "minicpmv",
 }
 _WHY = {name: why for why, names in _OTHERS.items() for name in names.split()}

@@ -28,6 +28,8 @@ def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
         *("is_decoder", "num_layers", "relative_attention_num_buckets"),
         *("num_sparse_encoder_layers", "num_sparse_decoder_layers"),
     )
+    if keys.model_type == "umt5":
+        keys.ignore("scalable_attention")  # its authors' word for a table of each layer, which the type has
     buckets = even_buckets(keys, "relative_attention_num_buckets")
     last = keys.integer("relative_attention_max_distance")
     heads, dim = keys.integer("num_heads"), keys.integer("d_kv")
