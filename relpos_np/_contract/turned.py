@@ -92,6 +92,8 @@ def turn_channels(x: Any, cos: Array, sin: Array, layout: str, first: int = 0, b
     if not isinstance(x, np.ndarray):
         if not first and blocks == 1:
             return x.turned(cos, sin, layout)  # on a device an operand turns itself
+        if hasattr(x, "turned_in_parts"):
+            return x.turned_in_parts(cos, sin, layout, first, blocks)
         x = np.array(x)
     # Half precision is turned in the dtype of the factors.
     turned, size = np.empty(x.shape, np.result_type(x, cos)), cos.shape[-1] // blocks

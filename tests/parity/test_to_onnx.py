@@ -154,7 +154,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("scheme", ["none", "t5", "rotary", "shaw"])
+@pytest.mark.parametrize("scheme", ["none", "t5", "rotary", "rotary_last", "shaw"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(rng, options, scheme, dtype):
     q, k, v = (rng.standard_normal((2, h, n, d)).astype(dtype) for h, n, d in ((4, 6, 8), (2, 9, 8), (2, 9, 5)))
@@ -170,6 +170,7 @@ def test_options(rng, options, scheme, dtype):
         "none": None,
         "t5": rp.T5(rng.standard_normal((8, 4)).astype(dtype), max_distance=16),
         "rotary": rp.Rotary(4, layout="interleaved"),
+        "rotary_last": rp.Rotary(channels=(2, 6), blocks=2),
         "shaw": rp.Shaw(rng.standard_normal((5, 8)).astype(dtype), rng.standard_normal((5, 5)).astype(dtype)),
     }[scheme]
     for with_lse in (False, True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Never
 
 import numpy as np
@@ -191,6 +192,35 @@ class Traced(NDArrayOperatorsMixin):
         known = self.dtype == np.float32 and alone and self.shape[-1] % 2 == 0 and cos.shape[-1] > 0
         name = self._by_operator(cos, sin, layout) if known else self._by_nodes(cos, sin, layout)
         return self._like(name, self.shape)
+
+    def turned_in_parts(self, cos: Array, sin: Array, layout: str, first: int, blocks: int) -> Traced:
+        """The same from a channel on, and in blocks that are laid out each for itself.
+
+        Parameters
+        ----------
+        cos, sin : ndarray, shapes (..., H or 1, L, P)
+            Real and imaginary part.
+        layout : {"half", "interleaved"}
+            As of `turned`.
+        first, blocks : int
+            First channel that turns, and number of equal parts.
+
+        Returns
+        -------
+        Traced
+            In the shape of the operand.
+        """
+        graph, size, parts = self.graph, cos.shape[-1] // blocks, []
+        ends = [0, *(first + 2 * size * n for n in range(blocks + 1)), self.shape[-1]]
+        for n, (start, stop) in enumerate(pairwise(ends)):
+            if start == stop:
+                continue
+            part = self._like(graph.sliced(self.name, 3, start, stop), (*self.shape[:-1], stop - start))
+            if 0 < n <= blocks:
+                pairs = slice(size * (n - 1), size * n)
+                part = part.turned(cos[..., pairs], sin[..., pairs], layout)
+            parts.append(part.name)
+        return self._like(graph.add("Concat", *parts, axis=3), self.shape)
 
     def _by_operator(self, cos: Array, sin: Array, layout: str) -> str:
         """RotaryEmbedding with tables (L, P); which row is whose, as it asks for it, (B, L)."""
