@@ -121,6 +121,9 @@ REASONS = """\
 4. Where a call has fewer heads in all (batch items times heads) than twice the threads, queries and keys are divided
    into ranges, whose number depends on the threads, and each has its own sums for a table. With more heads bits are the
    same for any number of threads. What the batch contributes is summed: no item has a gradient of its own.
+
+Kernels begin with what a scheme makes. DAPE makes its bias by products of NumPy (1), and the scale of xPos has its
+centre in the middle of all keys, padding included.
 """
 
 
