@@ -104,7 +104,9 @@ def paged_attention(
     """
     return_lse = check.flag("return_lse", return_lse)
     places = {"block_table": block_table, "key_lengths": key_lengths}
-    form = repeated.form(q, k_pages, v_pages, position, {**options, **places})
+    # Lists take longer to look at than what is known saves.
+    known = isinstance(block_table, np.ndarray)
+    form = repeated.form(q, k_pages, v_pages, position, {**options, **places}) if known else None
     ready = None if form is None else repeated.known(form)
     if ready is not None:
         k, v, scales = _by_head(k_pages, v_pages)
