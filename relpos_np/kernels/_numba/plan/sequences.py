@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from relpos_np._contract.problem import Problem
-from relpos_np._contract.sequences import Pages, Sequences, in_rows
+from relpos_np._contract.sequences import Sequences, in_rows
 from relpos_np._contract.terms import QueryTerm, Terms, Toeplitz
 from relpos_np._contract.turned import Turned
 from relpos_np.kernels._numba.forward_pass.decode import merge
@@ -143,25 +143,12 @@ class _Template:
             self.kernel, _ = job.streaming(call, out, lse, windowed=way.kind == "windows")
         call.fields["count"], call.fields["lse_unit"] = 1, unit
         self.record = np.frombuffer(call.pack().ljust(len(self.fields) * 8, b"\0"), np.int64)
-        # The layout of records for operands as they were last.
-        self._last: tuple[Any, Layout] | None = None
 
     def run(self, sequences: Sequences, out: Array, lse: Array | None, met: int) -> None:
         """Attend sequences of the call that this is made for; `met`: as `_Group.run` has it."""
         assert self.call.read is not None
         group = _Group(self, sequences, self.call.read, out, lse)
         group.run(out, lse, met, self.call.problem.scales, self.call.read[1:])
-
-    def layout(self, read: Operands, pages: Pages | None, *, has_lse: bool) -> Layout:
-        """Of records for operands that lie as these do."""
-        form = [has_lse, read[0].shape[-2], read[1].shape[-2], *[x.strides for x in read]]
-        if pages is not None:
-            form += pages.table.strides, pages.size, pages.k_step, pages.v_step
-        last = self._last
-        if last is None or last[0] != form:
-            layout = Layout(self.call, self.record, self.fields, read, pages, kind=self.kind, has_lse=has_lse)
-            self._last = last = form, layout
-        return last[1]
 
 
 class _Group(Records):
@@ -176,7 +163,8 @@ class _Group(Records):
         lse: Array | None,
     ) -> None:
         self.template, self.kind = template, template.kind
-        layout = template.layout(read, sequences.pages, has_lse=lse is not None)
+        common, places = (template.call, template.record, template.fields), (read, sequences.pages)
+        layout = Layout(*common, *places, kind=self.kind, has_lse=lse is not None)
         super().__init__(layout, sequences, read, out, lse)
         decoding = self.kind == "decoding"
         self.pieces, flops, self.workspace = self._divide_keys(read[1]) if decoding else self._divide_queries()
