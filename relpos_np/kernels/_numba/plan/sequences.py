@@ -345,8 +345,9 @@ class PlannedSequences:
         else:
             for group in groups:
                 group.move(read, out, lse)
+        codes = _rows(read, sequences)[1:] if scales else ()
         for group in groups:
-            group.run(out, lse, met, scales, _rows(read, sequences)[1:])
+            group.run(out, lse, met, scales, codes)
         if lasts:
             self._left[has_lse] = groups
         if ends.met():
