@@ -136,6 +136,7 @@ def test_one_that_holds_the_same_is_the_same(rng, runs):
 
 # Two values, of those that may be part of a form, of each option; and other options that one of them needs.
 PLAIN = {
+    "mask": (np.tri(64, dtype=bool), np.tri(64, dtype=bool).T),
     "causal": (False, True),
     "window": (3, (3, None)),
     "scale": (None, 0.3),
@@ -146,7 +147,7 @@ PLAIN = {
     "backend": ("numba", "numpy"),
 }
 # Arrays, objects, and numbers that each call draws.
-NEVER_PLAIN = {"mask", "key_lengths", "rule", "selected", "query_scale", "segments", "sinks", "dropout", "rng"}
+NEVER_PLAIN = {"key_lengths", "rule", "selected", "query_scale", "segments", "sinks", "dropout", "rng"}
 
 
 def test_every_option_may_be_part_of_a_form_or_not():
@@ -424,3 +425,23 @@ def test_lengths_of_items_come_with_each_call(position, shape, options, coded, r
     for wrong in (all_keys + 1, all_keys - 1000, all_keys[:2], all_keys * 0.5, all_keys[:1]):
         with pytest.raises(rp.RelposError, match="key_lengths: "):
             rp.attention(*operands, key_lengths=wrong, **call)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 40), (2, 1, 1, 40), (3, 20, 40)])
+@pytest.mark.parametrize("dtype", [np.bool_, np.float32])
+@pytest.mark.parametrize("q_len", [1, 20])
+def test_a_mask_that_changes_in_place_is_followed(shape, dtype, q_len, rng, runs):
+    """And the one that was met is not read later, when its memory holds another one."""
+    shapes = (2, 3, q_len, 16), (2, 3, 40, 16), (2, 3, 40, 16)
+    q, k, v = (rng.standard_normal(own).astype(np.float32) for own in shapes)
+    mask = np.maximum(rng.standard_normal((*shape[:-2], min(shape[-2], q_len), 40)), 0).astype(dtype)
+    call, own = {"position": rp.ALiBi()}, mask.copy()
+    expected = first(q, k, v, mask=own, **call)
+    met(q, k, v, mask=mask, **call)
+    for _ in range(3):
+        mask[...] = mask[..., ::-1].copy()
+        met(q, k, v, mask=mask, **call)
+        runs.clear()
+        assert_same_bits([rp.attention(q, k, v, mask=mask, **call)], [first(q, k, v, mask=mask, **call)])
+        assert_same_bits([rp.attention(q, k, v, mask=own, **call)], [expected])
+        assert len(runs) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from relpos_np import backend as _backend
 from relpos_np._calls import memory_bounds
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lifted, each_lowered, fit_option
-from relpos_np._calls.prepared import Ready, ready, ready_for_lengths, ready_for_sequences
+from relpos_np._calls.prepared import Ready, own_array, ready, ready_for_lengths, ready_for_sequences
 from relpos_np._calls.sinks import before_sinks, sink
 from relpos_np._contract import check, outputs
 from relpos_np._contract.gradient import AttentionGradient
@@ -100,6 +101,7 @@ class Call:
         problem, sequences, (q, k, v) = self.problem, self.problem.sequences, self.operands
         assert v is not None
         shape = problem.out_shape[1:] if self.flat else problem.out_shape
+        problem = replace(problem, mask=own_array(problem.mask))
         if sequences is None:
             by_item = check.per_item(self.given["key_lengths"])
             if by_item and (self.flat or (problem.unplaced and (schemes or problem.is_banded))):

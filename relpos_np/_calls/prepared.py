@@ -202,7 +202,7 @@ def own_schemes(schemes: tuple[Scheme, ...]) -> tuple[Scheme, ...]:
     return copy.deepcopy(schemes, {id(x): x for x in maps})
 
 
-def _own(x: Any) -> Any:
+def own_array(x: Any) -> Any:
     """A copy of an array, of which what is repeated is stored once; anything else as it is."""
     if type(x) is not np.ndarray:
         return x
@@ -215,7 +215,7 @@ class PreparedAttention:
     def __init__(self, attention: Callable[..., Any], operands: tuple[Any, Any, Any], position: Any, options: Any):
         q, k, v = (check.array(name, x) for name, x in zip(_NAMES, operands, strict=True))
         # Users may change their arrays, some of which kernels would read where they lie.
-        options = {name: _own(x) for name, x in options.items()}
+        options = {name: own_array(x) for name, x in options.items()}
         admit = memory_bounds.admission("attention", position, options["backend"], out=False, return_lse=True)
         problem, result, flat = check.call(q, k, v, DEFAULTS | options, admit)
         schemes = own_schemes(checked_schemes(position, problem, options["backend"]))

@@ -35,8 +35,8 @@ STEPS, SEQUENCES = 16, 1 << 11
 _HASHED, _SAMPLE = 1 << 12, 1 << 8
 # What nobody can change in place.
 _PLAIN = frozenset({type(None), bool, int, float, str})
-# Options that say where sequences are, and types of an offset that does not.
-_PLACES, _ONE_PLACE = frozenset({"segments", "offset", "key_lengths", "block_table"}), frozenset({type(None), int})
+# Options whose arrays count by their numbers, as layers share them; and types of an offset of all items.
+_ARRAYS, _ONE_PLACE = frozenset({"segments", "offset", "key_lengths", "block_table", "mask"}), {type(None), int}
 # What is ready for a form. By the hash of a form: False if one was met, None if nothing can be ready for it.
 _known: dict[Hashable, Ready | Literal[False] | None] = {}
 # What is ready for the last steps.
@@ -101,7 +101,7 @@ def _with_options(found: list[Hashable], position: Any, options: Mapping[str, An
             # They come with each call.
             own: Hashable | None = ()
         else:
-            own = None if isinstance(value, np.ndarray) and name not in _PLACES else _of(value)
+            own = None if isinstance(value, np.ndarray) and name not in _ARRAYS else _of(value)
         if own is None:
             return None
         found += name, own
