@@ -187,9 +187,9 @@ def attention(
     if ready is not None:
         keys, values, scales = stored(k, v)
         with _ATTENTION:
-            lengths = ready.lengths(options.get("key_lengths"))
-            read = (q, keys, values, *scales, position, *options.values())
-            return ready.run((q, keys, values), lengths, out, read, return_lse=return_lse, scales=scales)
+            lengths, sinks = ready.lengths(options.get("key_lengths")), options.get("sinks")
+            known, read = (q, keys, values), (q, keys, values, *scales, position, *options.values())
+            return ready.run(known, lengths, out, read, return_lse=return_lse, scales=scales, sinks=sinks)
     given = completed(attention, options)
     if return_bound is not False:
         bounded.refuse(return_bound, q, given)

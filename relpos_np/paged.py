@@ -111,7 +111,8 @@ def paged_attention(
     if ready is not None:
         k, v, scales = _by_head(k_pages, v_pages)
         with _PAGED:
-            return ready.run((q, k, v), None, None, (), return_lse=return_lse, scales=scales)
+            sinks: Any = options.get("sinks")
+            return ready.run((q, k, v), None, None, (), return_lse=return_lse, scales=scales, sinks=sinks)
     given = completed(paged_attention, options)
     with _PAGED:
         q, k_pages, v_pages = _operands(q, k_pages, v_pages)

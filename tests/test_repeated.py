@@ -445,3 +445,23 @@ def test_a_mask_that_changes_in_place_is_followed(shape, dtype, q_len, rng, runs
         assert_same_bits([rp.attention(q, k, v, mask=mask, **call)], [first(q, k, v, mask=mask, **call)])
         assert_same_bits([rp.attention(q, k, v, mask=own, **call)], [expected])
         assert len(runs) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [1, 20])
+def test_sinks_come_with_each_call(q_len, dtype, rng, runs):
+    """Those of heads, as layers have their own, and those of queries; an output in half precision is rounded once."""
+    q, k, v = (rng.standard_normal((2, 3, n, 16)).astype(dtype) for n in (q_len, 40, 40))
+    out = np.empty_like(q)
+    for shape in ((3,), (2, 1, q_len), (3,)):
+        for n in range(4):
+            call = {"sinks": rng.standard_normal(shape) * 3, "position": rp.ALiBi()}
+            expected = first(q, k, v, return_lse=True, **call)
+            runs.clear()
+            assert_same_bits(rp.attention(q, k, v, return_lse=True, **call), expected)
+            assert rp.attention(q, k, v, out=out, **call) is out
+            assert_same_bits([out], expected[:1])
+            assert n < 2 or len(runs) == 2
+    for wrong in (np.ones(4), np.ones((2, 2, q_len)), np.ones(3, int), [1.0, 2.0, 3.0]):
+        with pytest.raises(rp.RelposError, match="sinks: "):
+            rp.attention(q, k, v, sinks=wrong, position=rp.ALiBi())

@@ -20,7 +20,7 @@ from tests.test_repeated import known
 
 __all__ = ["known"]
 
-OPTIONS = [{}, {"causal": True}, {"window": (9, 3)}, {"softcap": 2.0}]
+OPTIONS = [{}, {"causal": True}, {"window": (9, 3)}, {"softcap": 2.0}, {"sinks": True}]
 
 
 @pytest.fixture
@@ -86,6 +86,8 @@ def test_any_lengths(data, kind, name, options, dtype, stored, reach):
         operands, lengths = kind(data.draw, np.random.default_rng(seed), dtype, reach)
         if stored is not None:
             operands = operands[0], *(rp.quantize(x, stored) for x in operands[1:])
+        if "sinks" in options:
+            options["sinks"] = np.random.default_rng(seed).standard_normal(HEADS)
         expected = first(function, *operands, **lengths, **options)
         for _ in range(2):
             assert_same_bits(function(*operands, **lengths, **options), expected)

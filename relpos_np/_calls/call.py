@@ -101,15 +101,23 @@ class Call:
         problem, sequences, (q, k, v) = self.problem, self.problem.sequences, self.operands
         assert v is not None
         shape = problem.out_shape[1:] if self.flat else problem.out_shape
-        problem = replace(problem, mask=own_array(problem.mask))
-        if sequences is None:
-            by_item = check.per_item(self.given["key_lengths"])
-            if by_item and (self.flat or (problem.unplaced and (schemes or problem.is_banded))):
-                # Lengths, which come with each call, decide whether it says where its queries stand.
-                return None
-            made = ready_for_lengths if by_item else ready
-            return made((q, k, v), problem, schemes, shape, self.dtype)
-        return ready_for_sequences((q, k, v), problem, schemes, shape, self.dtype, sequences, sequences.reach())
+        problem, has_sinks = replace(problem, mask=own_array(problem.mask)), self.given["sinks"] is not None
+        by_item, dtype = check.per_item(self.given["key_lengths"]), problem.site.dtype if has_sinks else self.dtype
+        if self.flat and (by_item or has_sinks):
+            return None
+        if sequences is not None:
+            reach = sequences.reach()
+            made = ready_for_sequences((q, k, v), problem, schemes, shape, dtype, sequences, reach)
+        elif not by_item:
+            made = ready((q, k, v), problem, schemes, shape, dtype)
+        elif problem.unplaced and (schemes or problem.is_banded):
+            # Lengths, which come with each call, decide whether it says where its queries stand.
+            return None
+        else:
+            made = ready_for_lengths((q, k, v), problem, schemes, shape, dtype)
+        if made is not None:
+            made.dtype = self.dtype
+        return made
 
     def _sinks(self) -> Array | None:
         given = self.given["sinks"]

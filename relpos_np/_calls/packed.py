@@ -418,31 +418,20 @@ def attend_sequences(
     moved = "segments", "offset", "key_lengths"
     own = {name: x for name, x in given.items() if x is not DEFAULTS[name] and name not in moved}
     form = repeated.form_of_sequences(*operands, position, own, sequences, coded=bool(scales))
-    return attend_form(form, operands, position, sequences, call_of_all, out, return_lse, scales, step)
-
-
-def attend_form(
-    form: Hashable | None,
-    operands: tuple[Array, Array, Array],
-    position: Position,
-    sequences: Sequences | None,
-    new_call: Callable[[], Call | None],
-    out: Array | None,
-    return_lse: bool,
-    scales: SequenceABC[Array] = (),
-    step: Hashable | None = None,
-) -> Any:
-    """The results of a call of this form, if it has any: by what is known of that, else of a new call."""
     ready = None if form is None else repeated.known(form)
-    if ready is not None:
-        ready = ready if sequences is None else ready.of(sequences)
-        results = ready.run(operands, None, out, (*operands, *scales, position), return_lse=return_lse, scales=scales)
-        if step is not None and sequences is not None:
-            repeated.keep_step(step, ready, sequences)
-        return results
-    call = new_call()
-    if call is None:
-        return None
+    if ready is None:
+        call = call_of_all()
+        return None if call is None else attend(form, call, out, return_lse)
+    ready, sinks = ready.of(sequences), given["sinks"]
+    read = (*operands, *scales, *given.values(), position)
+    results = ready.run(operands, None, out, read, return_lse=return_lse, scales=scales, sinks=sinks)
+    if step is not None:
+        repeated.keep_step(step, ready, sequences)
+    return results
+
+
+def attend(form: Hashable | None, call: Call, out: Array | None, return_lse: bool) -> Any:
+    """The results of a call whose form was not known; it is remembered, if it is one that may be."""
     found, lse = call.attend(out, return_lse)
     if form is not None:
         repeated.keep(form, call.schemes, call.kept)

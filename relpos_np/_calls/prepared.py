@@ -12,6 +12,7 @@ import numpy as np
 from relpos_np import backend as _backend
 from relpos_np._calls import memory_bounds
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lowered, has_reusable_terms
+from relpos_np._calls.sinks import sink
 from relpos_np._contract import check, outputs
 from relpos_np._contract.options import DEFAULTS
 from relpos_np._contract.problem import Problem, Site, converted
@@ -41,8 +42,9 @@ class Ready:
         self._computing = [(scheme, [_layout(x) for x in vectors]) for scheme, vectors in computing]
         self.fits, self.takes_lengths = planned.fits, planned.takes_lengths
         self.nbytes = sum([x.nbytes for x in planned.kept])
-        # Whether each call says how many keys its items have.
-        self.by_item = False
+        # Whether each call says how many keys its items have. The dtype of what calls return, in which results are
+        # rounded after sinks have taken their share.
+        self.by_item, self.dtype = False, result
 
     def of(self, sequences: Sequences) -> Ready:
         """What calls begin with whose sequences stand where these do."""
@@ -63,6 +65,7 @@ class Ready:
         *,
         return_lse: bool,
         scales: Sequence[Array] = (),
+        sinks: Array | None = None,
     ) -> Array | tuple[Array, Array]:
         """The results of a call; `lengths`: of keys; `read`: what `out` may not overlap.
 
@@ -70,18 +73,28 @@ class Ready:
         """
         # Sequences may have more rows or fewer in all.
         shape = (*self._shape[:-2], operands[0].shape[-2], self._shape[-1])
-        if out is None:
-            result = results.empty(shape, self._result)[0]
+        own = None if sinks is None else check.per_head("sinks", sinks, shape[:-1], self._site.dtype)
+        if out is not None:
+            outputs.check(out, shape, self.dtype, read)
+        if out is not None and out.flags.c_contiguous and sinks is None:
+            result = out
         else:
-            outputs.check(out, shape, self._result, read)
-            result = out if out.flags.c_contiguous else np.empty(shape, self._result)
-        lse = np.empty(shape[:-1], self._site.dtype) if return_lse else None
+            result = results.empty(shape, self._result)[0]
+        lse = np.empty(shape[:-1], self._site.dtype) if return_lse or sinks is not None else None
         vectors = self._vectors(operands) if self._computing else ()
         self._planned.run(operands, lengths, result, lse, vectors, scales)
+        if own is not None and lse is not None:
+            result = self._sunk(result, lse, own)
         if out is not None and result is not out:
             out[...] = result
             result = out
-        return result if lse is None else (result, lse)
+        return (result, lse) if return_lse and lse is not None else result
+
+    @np.errstate(all="ignore")
+    def _sunk(self, result: Array, lse: Array, sinks: Array) -> Array:
+        """A result with sinks, in its dtype; `lse` is made that with sinks."""
+        sink(result, lse, sinks)
+        return result.astype(self.dtype, copy=False)
 
     def _vectors(self, operands: tuple[Array, Array, Array]) -> list[Array]:
         """What schemes make of queries and keys."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from relpos_np import backend as _backend
 from relpos_np._calls.call import Call
-from relpos_np._calls.packed import PackedCall, attend_form, attend_sequences, is_packed, result_shape
+from relpos_np._calls.packed import PackedCall, attend, attend_sequences, is_packed, result_shape
 from relpos_np._contract import check, outputs
 from relpos_np._contract.options import Options
 from relpos_np._contract.quantized import Quantized
@@ -113,8 +113,5 @@ def _in_place(
         found = attend_sequences(codes, position, given, sequences, of_all, out, return_lse, scales, form)
         return found
 
-    def alone() -> Call | None:
-        return decoding(Call("attention", operands, position, given))
-
-    found = attend_form(form, codes, position, None, alone, out, return_lse, scales)
-    return found
+    call = decoding(Call("attention", operands, position, given))
+    return None if call is None else attend(form, call, out, return_lse)

@@ -97,9 +97,13 @@ def _with_options(found: list[Hashable], position: Any, options: Mapping[str, An
     offset, table = options.get("offset"), options.get("block_table")
     has_places = table is not None or options.get("segments") is not None or type(offset) not in _ONE_PLACE
     for name, value in options.items():
+        own: Hashable | None
         if name == "key_lengths" and not has_places and check.per_item(value):
             # They come with each call.
-            own: Hashable | None = ()
+            own = ()
+        elif name == "sinks" and type(value) is np.ndarray:
+            # Likewise.
+            own = value.shape, value.dtype
         else:
             own = None if isinstance(value, np.ndarray) and name not in _ARRAYS else _of(value)
         if own is None:
