@@ -443,3 +443,19 @@ def test_an_option_that_is_off_is_no_condition():
     off, on = (replace(one, kwargs={"causal": causal}) for causal in (False, True))
     assert condition([off], [replace(one, kwargs={})]) is None
     assert condition([on], [off]) == ", only with causal"
+
+
+def test_a_result_that_a_later_call_overwrites_is_wrong():
+    """Its numbers are right until the next call of the same shape."""
+    kept = {}
+
+    def attend(q, k, v):
+        out = rp.attention(q, k, v, backend="numpy")
+        shared = kept.setdefault((out.shape, out.dtype), out)
+        shared[...] = out
+        return shared
+
+    report = conform(attend, "plain", families=("self", "calls"), lengths=33)
+    assert report.family("self").verdict == "right"
+    assert report.family("calls").verdict == "wrong"
+    assert "an array that a later call overwrites" in report.family("calls").cause

@@ -23,6 +23,7 @@ from relpos_np.testing.grid import Form, Grid
 from relpos_np.types import Array
 
 STATE = "keeps state from call to call: an answer depends on the calls before it"
+SHARED = "returns an array that a later call overwrites: results that a caller keeps change"
 # Of shrinking one failure: how many cases are tried, and of how many scores together.
 _TRIES, _WORK = 40, 1 << 22
 # Sizes that a failure may be shrunk to, where nothing is said of what the implementation takes.
@@ -104,12 +105,15 @@ class Bench:
             kept = format_of(self.stored.computed)
             grad_out = kept.rounded(rng.standard_normal((*one.q.shape[:3], one.v.shape[3])))
         returned = self.tested.run(one, grad_out, way)
+        results = self.tested.results
         right = self._truth(one, grad_out)
         first = self._weighed(about, one, returned, right)
         if way != "twice" or first.verdict != "right":
             return first
         other = self._other_numbers(one)
         between = self._weighed(about, other, self.tested.run(other, None), self._truth(other, None))
+        if between.verdict != "wrong" and self.tested.overwritten(results, returned):
+            return replace(first, verdict="wrong", reason=SHARED)
         again = self.tested.run(one, grad_out)
         last = self._weighed(about, one, again, right)
         if "wrong" in (between.verdict, last.verdict):

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from relpos_np.conform.altered import remade
-from relpos_np.conform.bench import STATE, Bench
+from relpos_np.conform.bench import SHARED, STATE, Bench
 from relpos_np.conform.conditions import by_sizes, condition, runs_where
 from relpos_np.conform.customs import BORDERS
 from relpos_np.conform.outputs import by_output, far_off, fitted_scale
@@ -279,7 +279,7 @@ def _observed(family: Family, failed: set[str], bench: Bench) -> str:
     if found and not any(one.errors for one in found):
         return _crash(family.name, bench)
     found = [one for one in found if one.errors]
-    known = (STATE, BORDERS.words, "writes into") if family.name != "ragged" else ""
+    known = (STATE, SHARED, BORDERS.words, "writes into") if family.name != "ragged" else ""
     told = next((one.reason for one in found if one.reason.startswith(known)), "")
     if told or family.name != "calls" or not found or "self" in failed:
         return told

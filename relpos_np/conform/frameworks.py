@@ -89,7 +89,7 @@ class _Torch(Framework):
         """See `Framework.back`."""
         if not isinstance(x, self.torch.Tensor):
             return super().back(name, x)
-        found = x.detach().to("cpu").to(self.torch.float64).numpy()
+        found = x.detach().to("cpu").to(self.torch.float64, copy=True).numpy()
         return self._known(name, found, str(x.dtype).removeprefix("torch."))
 
     def pulled(self, function: Callable[..., Any], arrays: Sequence[Any], grad_out: Any) -> tuple[Any, list[Any]]:

@@ -73,6 +73,8 @@ class Implementation:
         self._into = _required(function, "out")
         # Operands that the last call changed.
         self.written: tuple[str, ...] = ()
+        # Results of the last call, as it returned them.
+        self.results: dict[str, Any] = {}
         for name, one in self._constructor.items():
             if one.default is one.empty and not self._knows(name) and self._asked is None:
                 raise RelposTypeError(
@@ -196,7 +198,8 @@ class Implementation:
                 raise RelposTypeError("callable: expected (out, lse) with return_lse=True")
             out, lse = out
             found["lse"] = self.framework.back("lse", lse)
-        found = {"out": self._returned("out", more.get("out", out))} | found
+        self.results = {"out": more.get("out", out)} | ({"lse": lse} if self.lse else {})
+        found = {"out": self._returned("out", self.results["out"])} | found
         if grad_out is not None:
             turned = to(self._turned(grad_out), kept)
             pulled = self._called(self.framework.pulled, function, list(given.values()), turned)[1]
@@ -204,6 +207,10 @@ class Implementation:
                 back = self._returned if name in "qkv" else self.framework.back
                 found[f"grad_{name}"] = back(f"grad_{name}", x)
         return found
+
+    def overwritten(self, results: Mapping[str, Any], returned: Mapping[str, tuple[Array, str]]) -> bool:
+        """Whether results of an earlier call are no longer what it returned."""
+        return any(not np.array_equal(self._returned(n, x)[0], returned[n][0], True) for n, x in results.items())
 
     @staticmethod
     def _called(function: Callable[..., Any], *arrays: Any, **named: Any) -> Any:
