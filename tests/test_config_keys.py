@@ -116,6 +116,7 @@ def test_keys_are_left_out_by_name(capsys, tmp_path):
         ({"tokenizer_class": "X"}, "of a tokenizer"),
         ({"model_type": "resnet"}, "model_type: 'resnet' has no attention$"),
         ({"model_type": "longformer"}, "'longformer' attends a window .* pass both as mask$"),
+        ({"model_type": "funnel"}, "'funnel' halves its queries"),
         ({"model_type": "SegformerForSemanticSegmentation"}, "attends keys that convolutions make fewer"),
         ({"model_type": "phi4", "architectures": ["Phi3ForCausalLM"]}, 'that of phi3; .*write "model_type": "phi3"$'),
         ({"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]}, "that of gemma3_text"),

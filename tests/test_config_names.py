@@ -1,5 +1,6 @@
 """Names that a class takes for another one: a file may have either, and the layer is the same."""
 
+import numpy as np
 import pytest
 
 import relpos_np as rp
@@ -114,3 +115,47 @@ def test_layers_behind_an_encoder_are_named():
         for given, noted in (({}, default), ({"add_adapter": True}, True), ({"add_adapter": False}, False)):
             layer = rp.from_config({"model_type": name, **given}, layer=0, part=part)
             assert ("the adapter behind these layers" in layer.describe()) == noted
+
+
+def test_transformer_xl_is_read_though_its_class_is_gone():
+    bare = rp.from_config({"model_type": "transfo-xl"}, layer=17)
+    assert (bare.layers, bare.heads, bare.head_dim, bare.window) == (18, 16, 64, (1599, None))
+    assert rp.from_config({"model_type": "transfo-xl", "same_length": False}, layer=0).window is None
+    with pytest.raises(rp.RelposError, match="attn_type: 1 is not understood in transfo-xl"):
+        rp.from_config({"model_type": "transfo-xl", "attn_type": 1}, layer=0)
+
+
+@pytest.mark.parametrize(("clamp", "same"), [(-1, False), (4, False), (4, True)])
+def test_transformer_xl_by_its_formula(rng, clamp, same):
+    """Entry by entry: seven keys, of which the first two are of the segment before."""
+    heads, dim, q_len, k_len, memory = 3, 4, 5, 7, 6
+    small = {"model_type": "transfo-xl", "d_model": 8, "n_head": heads, "d_head": dim}
+    small |= {"mem_len": memory, "clamp_len": clamp, "same_length": same}
+    shapes = {"r_w_bias": (heads, dim), "r_r_bias": (heads, dim), "r_net.weight": (heads * dim, 8)}
+    u, v, weight = (rng.standard_normal(shape) for shape in shapes.values())
+    weights = dict(zip((f"transformer.layers.1.dec_attn.{name}" for name in shapes), (u, v, weight), strict=True))
+    q, k, values = (rng.standard_normal((1, heads, length, dim)) for length in (q_len, k_len, k_len))
+    scores = np.full((heads, q_len, k_len), -np.inf)
+    for h, i, j in np.ndindex(scores.shape):
+        distance = i + k_len - q_len - j
+        if distance >= 0 and not (same and distance >= memory):
+            angles = (min(distance, clamp) if clamp > 0 else distance) / 10000.0 ** (np.arange(0, 8, 2) / 8)
+            row = weight[h * dim : (h + 1) * dim] @ np.concatenate([np.sin(angles), np.cos(angles)])
+            scores[h, i, j] = ((q[0, h, i] + u[h]) @ k[0, h, j] + (q[0, h, i] + v[h]) @ row) * dim**-0.5
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = p / p.sum(-1, keepdims=True) @ values[0]
+    layer = rp.from_config(small, layer=1)
+    assert np.allclose(layer.bind(weights)(q, k, values)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_parakeet_is_a_conformer():
+    """With names of its own, in a file of the encoder and in one of the whole model."""
+    own = {"model_type": "parakeet_encoder", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    more = {"subsampling_conv_stride": 2, "dropout_positions": 0.0, "convolution_bias": False, "scale_input": False}
+    layer = rp.from_config(own | more, layer=1)
+    assert layer.schemes[0].options == {"variant": "conformer"}
+    assert layer.schemes[0].weights["rows"] == "layers.1.self_attn.relative_k_proj.weight"
+    whole = {"model_type": "parakeet_ctc", "encoder_config": own | more, "vocab_size": 9}
+    assert rp.from_config(whole, layer=1, part="encoder").schemes == layer.schemes
+    with pytest.raises(rp.RelposError, match="num_key_value_heads: 2 is not understood in parakeet_encoder"):
+        rp.from_config(own | {"num_key_value_heads": 2}, layer=0)

@@ -63,6 +63,11 @@ SAID = {
         "pixtral, layers 0-23 of 24",
         "base 10000, frequencies dealt out to them in turn",
     ],
+    "transfo-xl-wt103": [
+        "heads 16 of 64 channels",
+        "TransformerXL(variant='transformer_xl', clamp=1000, u=[layers.N.dec_attn.r_w_bias]",
+        "attends the past, at most 1599 back",
+    ],
     "Wan2.1-T2V-1.3B": [
         "WanTransformer3DModel, layers 0-29 of 30",
         "44, 42, 42 channels, base 10000",

@@ -269,7 +269,7 @@ _PAIRS: dict[str, Pair] = {
     "mvp": Pair(2, only=("use_prompt", False)),
     "blenderbot blenderbot-small": Pair(),
     "pegasus marian": Pair(0, ("concatenated", 0)),
-    "m2m_100": Pair(0, ("tensor2tensor", 2)),
+    "m2m_100 nllb-moe": Pair(0, ("tensor2tensor", 2)),
 }
 for _names, _pair in _PAIRS.items():
     register(_pair.read, _names, kind="Text", parts=("encoder", "decoder", "cross"))

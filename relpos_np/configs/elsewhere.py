@@ -24,6 +24,7 @@ _OTHERS = {
     "attends blocks of keys that differ by head or by chance": "big_bird bigbird_pegasus phi3small reformer",
     "attends a window around each token, and beside it tokens that a call names: pass both as mask": "led longformer",
     "attends blocks of keys, and beside them one vector for each block, or tokens of its own": "longt5 pegasus_x",
+    "halves its queries, and then its keys, from block to block, with rows for distances of two steps": "funnel",
     "is a name of several models: open the config.json of its text model (MiniCPM, Llama or Qwen2)": "minicpmv",
 }
 _WHY = {name: why for why, names in _OTHERS.items() for name in names.split()}

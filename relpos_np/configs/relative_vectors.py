@@ -1,6 +1,8 @@
-"""Text models whose relative positions have vectors: DeBERTa and XLNet."""
+"""Text models whose relative positions have vectors: DeBERTa, Transformer-XL and XLNet."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from relpos_np._contract import check
 from relpos_np.configs.absolute import learned
@@ -14,7 +16,7 @@ from relpos_np.errors import RelposValueError
 from relpos_np.formulas.layer_norm import layer_norm
 from relpos_np.schemes.deberta import DeBERTa
 from relpos_np.schemes.transformer_xl import TransformerXL
-from relpos_np.types import Array
+from relpos_np.types import Array, Shift
 
 
 def _tables(given: Given) -> DeBERTa:
@@ -90,11 +92,40 @@ def _deberta(keys: Keys, layer: int, part: str) -> LayerAttention:
     return LayerAttention(keys.model_type, part, layer, causal=False, **found)
 
 
-def _xlnet_rows(given: Given) -> TransformerXL:
+def _rows(given: Given) -> TransformerXL:
     options, arrays = given.options, given.arrays
-    weight = arrays["r"].reshape(len(arrays["r"]), -1).T
+    # XLNet's is (channels of the model, H, D), that of Transformer-XL a linear layer's.
+    weight = arrays["r"] if arrays["r"].ndim == 2 else arrays["r"].reshape(len(arrays["r"]), -1).T
     rows = projected_rows(given, weight, options["variant"], "concatenated", options["clamp"])
     return TransformerXL(arrays["u"], arrays["v"], rows, variant=options["variant"])
+
+
+def _shifted(weights: Mapping[str, str], variant: Shift, clamp: int) -> SchemePlan:
+    """Transformer-XL's terms, with rows that a layer projects."""
+    return SchemePlan(
+        "TransformerXL",
+        {"variant": variant, "clamp": clamp if clamp > 0 else None},
+        weights,
+        remark="rows: sinusoids of the distances, projected with r",
+        make=_rows,
+        varies=True,
+    )
+
+
+def _transfo_xl(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """The model that the scheme is of: states of the segments before are keys, too."""
+    found = sizes(keys)
+    keys.only("attn_type", 0)
+    # Biases that all layers share are stored with each of them.
+    keys.ignore("untie_r", "mem_len", "ext_len", "tgt_len")
+    # Of embeddings, of the softmax over words, and a dropout.
+    keys.ignore("adaptive", "cutoffs", "d_embed", "div_val", "proj_share_all_but_first", "sample_softmax", "dropatt")
+    # Every query attends as many keys as the memory has.
+    window = (keys.integer("mem_len") - 1, None) if keys.flag("same_length") else None
+    own = f"layers.{layer}.dec_attn"
+    weights = {"u": f"{own}.r_w_bias", "v": f"{own}.r_r_bias", "r": f"{own}.r_net.weight"}
+    plan = _shifted(weights, "transformer_xl", keys.integer("clamp_len", least=-1))
+    return LayerAttention(keys.model_type, part, layer, causal=True, window=window, schemes=(plan,), **found)
 
 
 def _xlnet(keys: Keys, layer: int, part: str) -> LayerAttention:
@@ -104,21 +135,27 @@ def _xlnet(keys: Keys, layer: int, part: str) -> LayerAttention:
     keys.only("bi_data", False)
     keys.only("same_length", False, None)
     clamp = keys.integer("clamp_len", least=-1)
-    keys.ignore("untie_r")
+    keys.ignore("untie_r", "mem_len", "d_head")
     own = f"layer.{layer}.rel_attn"
     weights = {"u": f"{own}.r_w_bias", "v": f"{own}.r_r_bias", "r": f"{own}.r"}
-    options = {"variant": "xlnet" if both else "xlnet_uni", "clamp": clamp if clamp > 0 else None}
-    plan = SchemePlan(
-        "TransformerXL",
-        options,
-        weights,
-        remark="rows: sinusoids of the distances, projected with r",
-        make=_xlnet_rows,
-        varies=True,
-    )
+    plan = _shifted(weights, "xlnet" if both else "xlnet_uni", clamp)
     note = "token_type_ids add a term by segments: without them"
     return LayerAttention(keys.model_type, part, layer, causal=not both, schemes=(plan,), notes=(note,), **found)
 
 
 register(_deberta, "deberta deberta-v2", kind="Text")
+# As the class had it, which transformers has no more.
+_TRANSFO_XL = {"d_model": 1024, "n_head": 16, "d_head": 64, "n_layer": 18, "untie_r": True, "attn_type": 0}
+register(
+    _transfo_xl,
+    "transfo-xl",
+    kind="Text",
+    defaults=_TRANSFO_XL | {"mem_len": 1600, "clamp_len": 1000, "same_length": True},
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_head",
+        "head_dim": "d_head",
+        "num_hidden_layers": "n_layer",
+    },
+)
 register(_xlnet, "xlnet", kind="Text")

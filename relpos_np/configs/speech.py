@@ -1,4 +1,4 @@
-"""Speech models with relative positions: Conformers, WavLM, Wav2Vec2-BERT, SeamlessM4T, SpeechT5 and VITS."""
+"""Speech models with relative positions: Conformers, Parakeet, WavLM, Wav2Vec2-BERT, SeamlessM4T, SpeechT5 and VITS."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _conformer(given: Given) -> TransformerXL:
     return TransformerXL(given.arrays["u"], given.arrays["v"], rows, variant="conformer")
 
 
-def _relative(prefix: str) -> SchemePlan:
-    weights = {"u": f"{prefix}.pos_bias_u", "v": f"{prefix}.pos_bias_v", "rows": f"{prefix}.linear_pos.weight"}
+def _relative(prefix: str, u: str = "pos_bias_u", v: str = "pos_bias_v", rows: str = "linear_pos") -> SchemePlan:
+    weights = {"u": f"{prefix}.{u}", "v": f"{prefix}.{v}", "rows": f"{prefix}.{rows}.weight"}
     remark = "rows: sinusoids of the distances, projected"
     return SchemePlan("TransformerXL", {"variant": "conformer"}, weights, remark=remark, make=_conformer, varies=True)
 
@@ -76,6 +76,16 @@ def _wav2vec2(keys: Keys, layer: int, part: str) -> LayerAttention:
     else:
         found["notes"] = _adapter(keys)
     return LayerAttention(keys.model_type, part, layer, causal=False, **found)
+
+
+def _parakeet(keys: Keys, layer: int, part: str) -> LayerAttention:
+    """NVIDIA's Conformer, whose class has as many key heads as heads, whatever a file says."""
+    found = sizes(keys)
+    keys.only("num_key_value_heads", found["heads"], None)
+    # Of the inputs, and of the convolutions.
+    keys.ignore("scale_input", "convolution_bias")
+    plan = _relative(f"layers.{layer}.self_attn", "bias_u", "bias_v", "relative_k_proj")
+    return LayerAttention(keys.model_type, part, layer, causal=False, schemes=(plan,), **found)
 
 
 def _wavlm_scheme(given: Given) -> WavLM:
@@ -185,6 +195,7 @@ def _vits(keys: Keys, layer: int, part: str) -> LayerAttention:
 
 _KIND = "Speech and music"
 register(_wav2vec2, "wav2vec2-conformer wav2vec2-bert", kind=_KIND)
+register(_parakeet, "parakeet_encoder", kind=_KIND)
 register(_wavlm, "wavlm", kind=_KIND)
 register(_seamless, "seamless_m4t seamless_m4t_v2", kind=_KIND, parts=("encoder", "decoder", "cross", "speech_encoder"))
 register(_speecht5, "speecht5", kind=_KIND, parts=("encoder", "decoder", "cross"))

@@ -4,6 +4,7 @@ import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
+from operator import attrgetter
 from unittest.mock import patch
 
 import numpy as np
@@ -289,7 +290,7 @@ def _apart(q, k, v, count="num_heads"):
     """Three projections."""
 
     def split(module, given):
-        n = getattr(module, count)
+        n = attrgetter(count)(module)
         return tuple(heads(given[name], n) for name in (q, k, v))
 
     return split
@@ -404,6 +405,11 @@ HOOKS = {
         ),
         _apart("linear_q", "linear_k", "linear_v"),
         "linear_out",
+    ),
+    "parakeet": (
+        "ParakeetEncoderAttention",
+        _apart("q_proj", "k_proj", "v_proj", "config.num_attention_heads"),
+        "o_proj",
     ),
     "sam": ("SamVisionAttention", _stacked, "proj"),
     "mpnet": ("MPNetSelfAttention", _apart("q", "k", "v", "num_attention_heads"), "o"),

@@ -68,6 +68,7 @@ MODELS = (
         Model(name, PAIR, "pair", parts=BOTH)
         for name in ("bart", "mbart", "plbart", "blenderbot", "blenderbot-small", "pegasus", "marian", "m2m_100")
     ),
+    Model("nllb-moe", {**PAIR, "num_experts": 2, "encoder_sparse_step": 2}, "pair", parts=BOTH),
     Model(
         "whisper",
         {**PAIR, "num_mel_bins": 8, "max_source_positions": 40, "max_target_positions": 64},
@@ -165,6 +166,7 @@ MODELS = (
     Model("wavlm", {**SPEECH, "num_buckets": 16, "max_bucket_distance": 30}, "wave", "wavlm"),
     Model("wav2vec2-conformer", SPEECH, "wave", "conformer"),
     Model("wav2vec2-conformer", {**SPEECH, "position_embeddings_type": "rotary"}, "wave", "conformer"),
+    Model("parakeet_encoder", {**BERT, "num_mel_bins": 16, "subsampling_conv_channels": 8}, "bins", calls="parakeet"),
     Model("wav2vec2-bert", W2V_BERT, "features", "conformer"),
     Model("wav2vec2-bert", {**W2V_BERT, "position_embeddings_type": "relative"}, "features", "conformer"),
     Model(

@@ -96,6 +96,7 @@ def inputs_of(model, settings):
         "frames": frames,
         "prefix": prefix,
         "wave": lambda: {"input_values": normal(2, 320)},
+        "bins": lambda: {"input_features": normal(2, 8 * LENGTH, c.num_mel_bins)},
         "features": lambda: {"input_features": normal(2, LENGTH, c.feature_projection_input_dim)},
         "hidden": lambda: {"input_values": normal(2, LENGTH, 64), "decoder_input_values": normal(2, 23, 64)},
         "decoding": lambda: {"input_ids": ids(23), cross: normal(2, LENGTH, 64)},
@@ -248,6 +249,8 @@ def test_every_model_type_is_swept():
     swept = {model.published or model.model_type for model in MODELS} - {"paligemma"}
     # Which must be 4,096 channels wide: in tests/test_config_names.py.
     swept |= {"baichuan"}
+    # Which transformers has no more: in tests/test_config_names.py.
+    swept |= {"transfo-xl"}
     # Those of diffusers are in test_video.py.
     assert swept == {name for name in model_types() if FAMILIES[name].package == "transformers"}
 
