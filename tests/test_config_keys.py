@@ -250,6 +250,10 @@ def test_what_a_class_does_not_read_is_not_read():
     q, k, _ = (np.zeros((32, 9, 128)) for _ in range(3))
     assert bound.position(q, k)[0].magnitude < 2
     assert told.notes == tuple(f"{name}_mscale: the class of llama does not read it" for name in ("short", "long"))
+    yarn = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
+    told = layer("llama", rope_scaling=yarn | {"finetuned": True}, max_position_embeddings=65536)
+    assert str(told.schemes) == str(layer("llama", rope_scaling=yarn, max_position_embeddings=65536).schemes)
+    assert told.notes == ("finetuned: the class of llama does not read it",)
     with pytest.raises(rp.RelposValueError, match=r"rope_theta: 3.0 .*swa_rope_theta: 4.0 "):
         layer("mimo_v2_flash", rope_theta=3.0, swa_rope_theta=4.0)
 

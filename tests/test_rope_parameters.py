@@ -88,6 +88,11 @@ READ = {
         {"max_position_embeddings": 256},
         lambda: F.yarn_frequencies(8, factor=4.0, trained_length=64),
     ),
+    "yarn, what says how it was trained": (
+        '{"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "finetuned": true}',
+        {},
+        lambda: F.yarn_frequencies(8, factor=4.0, trained_length=64),
+    ),
     "yarn, length beside": (
         '{"rope_type": "yarn", "factor": 4.0}',
         {"max_position_embeddings": 64},

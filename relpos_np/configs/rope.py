@@ -19,6 +19,11 @@ from relpos_np.types import Array
 _BY_LENGTH = ("dynamic", "longrope", "su")
 
 
+def _rule(stored: Mapping[str, Any]) -> str:
+    """The name of a rule as stored."""
+    return str(stored.get("rope_type") or stored.get("type") or "default")
+
+
 @dataclass(frozen=True)
 class Parameters:
     """Rotary parameters of a layer: the stored mapping, and what stands beside it or is the model's default.
@@ -51,7 +56,7 @@ class Parameters:
     @property
     def rule(self) -> str:
         """The name of the rule as stored."""
-        return str(self.stored.get("rope_type") or self.stored.get("type") or "default")
+        return _rule(self.stored)
 
     def frequencies(self, head_dim: int, length: int | None = None) -> tuple[Array, float]:
         """Angles per step of a head's channels in a text of some length, and the attention factor."""
@@ -138,7 +143,8 @@ def parameters(
             f"rope_scaling: found beside rope_parameters, which the class of {keys.model_type} does not expect"
         )
     raw = {name: value for name, value in raw.items() if name not in elsewhere}
-    unread = [name for name in ("short_mscale", "long_mscale") if raw.pop(name, None) is not None]
+    never = ("short_mscale", "long_mscale", *(("finetuned",) if _rule(raw) == "yarn" else ()))
+    unread = [name for name in never if raw.pop(name, None) is not None]
     if sections is not None:
         raw.setdefault("mrope_section", list(sections))
     elif raw.get("mrope_interleaved") is True:
@@ -147,7 +153,7 @@ def parameters(
     base, part = keys.get(key, None), keys.get(share_key, None)
     if isinstance(theta_keys, Mapping):
         keys.ignore(*theta_keys.values())
-    plain_rule = (raw.get("rope_type") or raw.get("type") or "default") in ("default", "mrope")
+    plain_rule = _rule(raw) in ("default", "mrope")
     if share is None and plain_rule and any(x not in (None, 1) for x in (part, raw.get("partial_rotary_factor"))):
         unread.append(share_key)
         part = None

@@ -21,7 +21,8 @@ _KEYS = {
     "dynamic": frozenset({"factor"}),
     # Checkpoints of HunYuan hold YaRN's keys, too, which no published code of this rule reads.
     "ntk_alpha": frozenset({"alpha", "factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"}),
-    "yarn": _YARN | {"original_max_position_embeddings", "truncate"},
+    # Yarn-Llama says whether it was trained with the rule, which its code reads of "dynamic-yarn" alone.
+    "yarn": _YARN | {"original_max_position_embeddings", "truncate", "finetuned"},
     "longrope": frozenset(
         {
             "factor",
@@ -67,7 +68,7 @@ def rope_parameters(
                             `alpha` (HunYuan) `ntk_alpha_frequencies`
     yarn                    `yarn_frequencies`: `factor`, `original_max_position_embeddings`,
                             `beta_fast`, `beta_slow`, `truncate`, `mscale` with `mscale_all_dim`,
-                            `attention_factor`
+                            `attention_factor`; `finetuned` (Yarn-Llama) changes nothing
     longrope, su            `longrope_frequencies`: `short_factor`, `long_factor`, `factor`,
                             `original_max_position_embeddings`, `attention_factor` or `short_mscale`
                             with `long_mscale`
@@ -266,6 +267,7 @@ def _ntk_alpha(given: _Given, at: _Sizes) -> tuple[Array, float]:
 
 def _yarn(given: _Given, at: _Sizes) -> tuple[Array, float]:
     scales = {}
+    check.flag("finetuned", given.get("finetuned", True))
     # Published code reads them together or not at all.
     if given.get("mscale") and given.get("mscale_all_dim"):
         scales = {"mscale": given.real("mscale"), "mscale_all": given.real("mscale_all_dim")}
