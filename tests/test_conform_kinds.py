@@ -459,3 +459,36 @@ def test_a_result_that_a_later_call_overwrites_is_wrong():
     assert report.family("self").verdict == "right"
     assert report.family("calls").verdict == "wrong"
     assert "an array that a later call overwrites" in report.family("calls").cause
+
+
+def test_results_that_differ_from_call_to_call_are_told():
+    draws = np.random.default_rng(0)
+
+    def noisy(q, k, v):
+        out = rp.attention(q, k, v, backend="numpy")
+        return out + (1e-3 * draws.standard_normal(out.shape)).astype(out.dtype)
+
+    (cause,) = conform(noisy, "plain", families="self", lengths=33).causes
+    assert cause.startswith("two calls with the same numbers give different results")
+
+
+@pytest.mark.parametrize(("factor", "words"), [(0.5, "half of"), (2, "twice")])
+def test_another_max_distance_is_told(factor, words):
+    def attend(q, k, v, table, max_distance=128, bidirectional=True):
+        position = rp.T5(table, max_distance=int(factor * max_distance), bidirectional=bidirectional)
+        return rp.attention(q, k, v, position=position, backend="numpy")
+
+    report = conform(attend, "t5", families="self", lengths=(33, 129, 300))
+    assert report.causes == (f"max_distance is {words} what is meant",)
+
+
+def test_rows_of_a_window_with_the_other_stride_are_told():
+    def attend(q, k, v, table, grid):
+        height, width = grid
+        y, x = np.divmod(np.arange(height * width), width)
+        rows = (y[:, None] - y + height - 1) * (2 * height - 1) + x[:, None] - x + width - 1
+        bias = np.moveaxis(table[np.minimum(rows, len(table) - 1)], -1, 0)
+        return rp.attention(q, k, v, mask=bias.astype(q.dtype), backend="numpy")
+
+    report = conform(attend, "window", families="self")
+    assert report.causes == ("counts 2 h - 1 columns where the table has 2 w - 1",)

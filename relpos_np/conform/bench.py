@@ -124,6 +124,16 @@ class Bench:
     def _truth(self, one: Example, grad_out: Array | None) -> Truth:
         return truth(one, self.stored, grad_out, tuple(self.tested.arrays(one)), self.arithmetic)
 
+    def unsteady(self, answer: Answer) -> str:
+        """Whether two calls with the same numbers differ by more than is allowed, in words."""
+        with suppress(Refused, Crashed), np.errstate(all="ignore"):
+            first, again = (self.tested.run(answer.example, answer.grad_out) for _ in range(2))
+            for name, (x, _) in first.items():
+                same = np.array_equal(x, again[name][0], equal_nan=True)
+                if not same and distance(again[name][0], x) > answer.allowed.get(name, np.inf):
+                    return "two calls with the same numbers give different results: a race, or numbers that nothing set"
+        return ""
+
     def _other_numbers(self, one: Example) -> Example:
         """The case with other operands, and other numbers in those arrays of the scheme that the function takes."""
         found = replace(one, q=one.q[::-1], k=one.k[::-1], v=one.v[::-1])

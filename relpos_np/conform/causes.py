@@ -159,7 +159,7 @@ class _Search:
     """Why one family after the other is wrong."""
 
     def __init__(self, bench: Bench, suspects: list[Suspect], shrunk: Shrunk) -> None:
-        self.answers, self.suspects, self.shrunk = bench.answers, suspects, shrunk
+        self.bench, self.answers, self.suspects, self.shrunk = bench, bench.answers, suspects, shrunk
         self.known = _Known(bench.answers, bench.stored.eps)
         self.found: list[Suspect] = []
         # What is wrong without options is wrong with them, so that another mistake cannot be the only one.
@@ -187,7 +187,7 @@ class _Search:
             fitted = None if self.ordinary and family.name != "self" else fitted_scale(first, wrong)
             told = [] if fitted is None else [(Suspect(*fitted), "")]
         if not told:
-            return by_output(wrong, self.known.wrong) or self._only()
+            return self.bench.unsteady(first) or by_output(wrong, self.known.wrong) or self._only()
         suspect, when = told[0] if len(told) == 1 else max(told, key=lambda one: self._rank(one[0], one[1], wrong))
         if not suspect.rough:
             self.found.append(suspect)

@@ -17,6 +17,7 @@ from relpos_np.formulas.frequencies import rotary_frequencies
 from relpos_np.schemes.alibi import ALiBi, alibi_slopes
 from relpos_np.schemes.registry import SCHEMES
 from relpos_np.schemes.rotary import Rotary
+from relpos_np.schemes.t5 import T5
 from relpos_np.testing.arguments import arguments
 from relpos_np.testing.conventions import masked
 from relpos_np.testing.example import Example
@@ -41,7 +42,7 @@ def of_arrays(scheme: str, kept: Format) -> Iterator[tuple[str, Answer]]:
         if parameter.default is not parameter.empty and not isinstance(parameter.default, str | bool):
             yield f"ignores {name}", partial(_ignored, name, parameter.default)
     yield "clips distances one row before the ends of its tables", _without_ends
-    yield "reads a table of rows and columns column by column", _by_columns
+    yield from ((words, partial(_of_differences, rows)) for words, rows in _DIFFERENCES)
     if scheme == "alibi":
         yield from ((words, partial(_slopes, make)) for words, make in _SLOPES)
         for held, bits in coarser_than(kept):
@@ -51,6 +52,8 @@ def of_arrays(scheme: str, kept: Format) -> Iterator[tuple[str, Answer]]:
         yield from _TURNS
     if scheme == "t5":
         yield "never reads the last bucket: distances stop one bucket too early", _last_bucket
+        yield "max_distance is half of what is meant", partial(_longest, 0.5)
+        yield "max_distance is twice what is meant", partial(_longest, 2.0)
 
 
 # ---------------------------------------------------------------------------------------------- operands
@@ -239,14 +242,34 @@ def _rows_axis(x: Array, heads: int) -> int:
     return 0 if x.shape[-1] == heads else -2
 
 
-def _by_columns(one: Example) -> Array | None:
-    """A table with a row for each difference of places in a grid, (2 h - 1) (2 w - 1) of them, in the other order."""
+def _of_differences(rows: Callable[[Array, int, int], Array], one: Example) -> Array | None:
+    """A table with a row for each difference of places in a grid, (2 h - 1) (2 w - 1) of them, whose rows are others.
+
+    Those beyond the last are the last one.
+    """
     grid: tuple[int, ...] = getattr(one.position, "grid", ())
     table = _array("table", one)
     if len(grid) != 2 or table is None or len(table) != (2 * grid[0] - 1) * (2 * grid[1] - 1):
         return None
-    turned = table.reshape(2 * grid[1] - 1, 2 * grid[0] - 1, -1).swapaxes(0, 1)
-    return remade(one, table=turned.reshape(table.shape))
+    read = rows(np.arange(len(table)), *grid)
+    return remade(one, table=table[np.minimum(read, len(table) - 1)])
+
+
+_DIFFERENCES: tuple[tuple[str, Callable[[Array, int, int], Array]], ...] = (
+    (
+        "reads a table of rows and columns column by column",
+        lambda n, h, w: n % (2 * w - 1) * (2 * h - 1) + n // (2 * w - 1),
+    ),
+    (
+        "counts 2 h - 1 columns where the table has 2 w - 1",
+        lambda n, h, w: n // (2 * w - 1) * (2 * h - 1) + n % (2 * w - 1),
+    ),
+)
+
+
+def _longest(factor: float, one: Example) -> Array | None:
+    position = one.position
+    return remade(one, max_distance=int(factor * position.max_distance)) if isinstance(position, T5) else None
 
 
 def _without_ends(one: Example) -> Array | None:

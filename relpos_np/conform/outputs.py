@@ -147,8 +147,12 @@ def _of_gradients(wrong: list[Answer]) -> str:
     for words, factor in factors:
         if all(_gradient(one, n, factor(one.example)) for one, n in found):
             return f"{told}: {words}"
+    if all(_without_cap(one) for one in wrong):
+        return f"{told}: the derivative of softcap is missing"
     if names == ["grad_k", "grad_q"]:
         return _without_sums(wrong)
+    if where := _zero_heads(found):
+        return f"{told}: 0 {where}"
     for words, some in _SUMS:
         if all(_of_some(one, n, some(one.example)) for one, n in found):
             return f"{told}: {words}"
@@ -201,6 +205,35 @@ def _without_sums(wrong: list[Answer]) -> str:
         if distance(off, along) > 4 * one.allowed["grad_q"] + 1e-6 * largest(off):
             return ""
     return "gradients of scores lack the sum of out * grad_out, which each row subtracts"
+
+
+def _without_cap(one: Answer) -> bool:
+    """Whether the gradients of q and k are those of scores that nothing has capped."""
+    case = one.example
+    if one.grad_out is None or case.kwargs.get("softcap") is None or not plain_outputs(case):
+        return False
+    heads, kv_heads = case.q.shape[1], case.k.shape[1]
+    p = softmax(scores_of(case))[0]
+    of_p = p * (one.grad_out @ values_of(case).swapaxes(-1, -2))
+    of_s = scale_of(case) * (of_p - p * of_p.sum(-1, keepdims=True))
+    of_k = (of_s.swapaxes(-1, -2) @ case.q).reshape(len(p), kv_heads, heads // kv_heads, *case.k.shape[2:]).sum(2)
+    found = {"grad_q": of_s @ repeat_heads(np.nan_to_num(case.k), heads), "grad_k": of_k}
+    return all(distance(one.returned[n], x) <= 2 * one.allowed[n] for n, x in found.items() if n in one.returned)
+
+
+def _zero_heads(found: list[tuple[Answer, str]]) -> str:
+    """Of which heads alone gradients are 0, where others are right; "" where that is not what is wrong."""
+    places = []
+    for one, name in found:
+        x, expected = one.returned[name], one.expected[name]
+        if x.ndim != 4 or x.shape != expected.shape:
+            return ""
+        zero = np.asarray(~x.any(axis=(0, 2, 3)) & expected.any(axis=(0, 2, 3)))
+        if not zero.any() or distance(x[:, ~zero], expected[:, ~zero]) > 2 * one.allowed[name]:
+            return ""
+        places.append(zero)
+    where = _words(places, "head")
+    return f"{where} alone" if where else "for some heads"
 
 
 def _alike(one: Answer, lse: Array) -> bool:

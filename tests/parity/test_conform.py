@@ -176,6 +176,48 @@ def test_gradients_without_their_sums():
     assert report.causes == ("grad_table: that of the first batch item alone",)
 
 
+def changed(torch, forward, backward):
+    """A step whose gradient is another one."""
+
+    class Step(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x, *given):
+            return forward(x, *given)
+
+        @staticmethod
+        def backward(context, grad):
+            return backward(grad), None
+
+    return Step.apply
+
+
+def test_gradients_without_the_derivative_of_the_cap():
+    torch = pytest.importorskip("torch")
+    cap = changed(torch, lambda s, c: c * torch.tanh(s / c), lambda grad: grad)
+
+    def attend(q, k, v, softcap=None):
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        return (s if softcap is None else cap(s, softcap)).softmax(-1) @ v
+
+    report = conform(attend, "plain", framework="torch", grad=True, families=("self", "options"), lengths=33)
+    assert report.causes == ("grad_k and grad_q: the derivative of softcap is missing",)
+
+
+def test_gradients_of_a_head_that_are_0():
+    torch = pytest.importorskip("torch")
+    cut = changed(torch, lambda v, _: v.clone(), lambda grad: grad * (torch.arange(grad.shape[1])[:, None, None] > 0))
+
+    def attend(q, k, v):
+        if q.shape[1] != k.shape[1]:
+            raise NotImplementedError
+        return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ cut(v, 0)
+
+    report = conform(attend, "plain", framework="torch", grad=True, families="self", lengths=33)
+    assert report.causes == ("grad_v: 0 for the first head alone",)
+
+
 def test_a_gradient_that_is_wrong():
     torch = pytest.importorskip("torch")
 
