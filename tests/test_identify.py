@@ -234,6 +234,23 @@ def test_a_factor_on_a_table():
     assert only(identify(q, k, v, out=out, given=GIVEN, causal=False, scale=0.25)).settings["factor"] == 3
 
 
+def test_slopes_of_heads_that_are_no_power_of_2():
+    q, k, v = np.random.default_rng(1).standard_normal((3, 1, 6, 24, 16))
+    slopes = 2.0 ** (-8 * np.arange(1, 7) / 6)
+    out = rp.attention(q, k, v, position=rp.ALiBi(slopes=slopes), causal=True, backend="numpy")
+    (one,) = identify(q, k, v, out=out, causal=True, scale=0.25).matches
+    assert (one.scheme, one.settings["slopes"]) == ("alibi", "2^(-8 h / H)")
+
+
+def test_a_cap_and_a_scale_that_nobody_stated():
+    q, k, v, table = (np.random.default_rng(2).standard_normal(s) for s in (*[(4, 24, 16)] * 3, (32, 4)))
+    position = rp.T5(table)
+    out = rp.attention(3 * q, k, v, position=position, causal=True, scale=0.11, softcap=30.0, backend="numpy")
+    (one,) = identify(3 * q, k, v, out=out, causal=True, given={"table": table}).matches
+    assert (one.scheme, one.call["softcap"], one.call["cap_order"]) == ("t5", 30.0, "scores")
+    assert one.call["scale"] == pytest.approx(0.11)
+
+
 def test_the_bias_max_of_mpt():
     q, k, v = SQUARE
     out = rp.attention(q, k, v, position=rp.ALiBi(bias_max=16.0, form="key"), causal=True, backend="numpy")

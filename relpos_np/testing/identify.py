@@ -143,7 +143,8 @@ def identify(
     Of large operands the last queries of the first batch item are compared, so that time does not grow with the length
     squared. One real number that is neither a default nor stated is found: as released models have it, or else the
     roundest one that explains the answer is told, with a note of those that explain it as well. A scheme with two such
-    numbers is nearest and does not fit. Short calls turn slow channels too little for a base to be seen.
+    numbers is nearest and does not fit, but for a scale beside one of the usual caps. Short calls turn slow channels
+    too little for a base to be seen.
 
     Examples
     --------
@@ -189,6 +190,7 @@ def _stages(search: _Search, readable: list[Operands]) -> Iterator[partial[None]
             yield partial(_look, search, *other)
     yield partial(_look_for_numbers, search, readable[0], ())
     yield partial(_scan, search, readable[0], with_caps)
+    yield partial(_look_for_capped_scales, search, readable[0])
     for at in readable:
         yield partial(_look_for_two, search, at)
 
@@ -393,8 +395,20 @@ def _hows(search: _Search, at: Operands, unknown: Unknown, candidate: Candidate)
     return [how for how in found if unknown.landmarks or how.scale == meant]
 
 
-def _look_for_number(search: _Search, at: Operands, ways: list[tuple[Unknown, Candidate, Options]]) -> None:
-    """One number, in candidates under some options."""
+def _look_for_capped_scales(search: _Search, at: Operands) -> None:
+    """A scale under each of the usual caps, where nobody stated either, of the two nearest positions."""
+    if "scale" in search.stated:
+        return
+    nearest = _nearest(fit for fit in _compared(search) if fit.how.sinks is None and fit.at is at)[:2]
+    call = search.call(at)
+    ways = [(SCALE, fit.candidate, how) for fit in nearest for how in with_caps(replace(fit.how, scale=1.0), call)]
+    _look_for_number(search, at, ways, len(ways))
+
+
+def _look_for_number(
+    search: _Search, at: Operands, ways: list[tuple[Unknown, Candidate, Options]], most: int = _NEAREST
+) -> None:
+    """One number, in so many candidates under some options."""
 
     def error(way: tuple[Unknown, Candidate, Options], value: float) -> float:
         unknown, candidate, how = way
@@ -415,7 +429,7 @@ def _look_for_number(search: _Search, at: Operands, ways: list[tuple[Unknown, Ca
             ranked.append(_rank(search.seen.get((id(way[1]), way[2]), np.inf), way[1], n))
         elif way[0].landmarks:
             ranked.append(_rank(min(error(way, value) for value in way[0].landmarks), way[1], n))
-    nearest = [ways[n] for far, _, n in sorted(ranked)[:_NEAREST] if far < np.inf]
+    nearest = [ways[n] for far, _, n in sorted(ranked)[:most] if far < np.inf]
     for way in nearest:
         _try(search, at, way)
     for way in nearest:

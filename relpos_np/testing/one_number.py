@@ -90,6 +90,8 @@ def unknowns(candidate: Candidate, stated: Mapping[str, Any], dim: int, heads: i
         yield Unknown("factor", _louder(heads), (), (0.2, 1.0, 5.0), 1 / 64, 64.0)
         if isinstance(candidate.made, ALiBi) and candidate.made.slopes is None and "bias_max" not in stated:
             yield Unknown("bias_max", _setting("bias_max"), (16.0, 4.0, 32.0))
+            if heads & (heads - 1):
+                yield Unknown("slopes", _geometric(heads), (8.0,))
     if "max_distance" in free:
         yield Unknown("max_distance", _setting("max_distance", int), DISTANCES)
     cls: type = type(candidate.made)
@@ -134,6 +136,16 @@ def _louder(heads: int) -> _Given:
         if not own and isinstance(candidate.made, ALiBi):
             own = {"slopes": alibi_slopes(heads) * factor, "heads": None, "bias_max": None}
         return own, {"factor": factor}
+
+    return given
+
+
+def _geometric(heads: int) -> _Given:
+    """Slopes 2^(-n h / H), where published ones are those of powers of 2 of heads."""
+
+    def given(_: Candidate, n: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        slopes = 2.0 ** (-n * np.arange(1, heads + 1) / heads)
+        return {"slopes": slopes, "heads": None, "bias_max": None}, {"slopes": f"2^(-{n:g} h / H)"}
 
     return given
 
