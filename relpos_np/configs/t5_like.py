@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from relpos_np._contract import check
 from relpos_np.configs.absolute import learned
 from relpos_np.configs.decoders import equal_heads, sizes
@@ -23,7 +25,8 @@ def even_buckets(keys: Keys, name: str) -> int:
 
 def _on_pages(given: Given) -> LayoutBias:
     """UDOP's tables, which have the heads last; boxes are fractions of the page."""
-    return LayoutBias(**given.arrays, boxes=given.inputs["boxes"], **given.options)
+    arguments: dict[str, Any] = {**given.arrays, **given.options}
+    return LayoutBias(boxes=given.inputs["boxes"], **arguments)
 
 
 # Tables of 32 buckets, whatever the configuration says of those of the decoder.
