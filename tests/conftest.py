@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import relpos_np as rp
+from relpos_np._calls import repeated
 from relpos_np.configs import model_types
 from tests import fibers
 
@@ -162,9 +163,10 @@ def _compile_share(worker, workers):
 
 @pytest.fixture(autouse=True)
 def no_choice_left_over():
-    """Every test starts without a chosen backend or precision, which examples choose, and with all threads."""
+    """Every test starts without a chosen backend or precision, or a known call, as examples leave them."""
     rp.set_backend(None)
     rp.set_precision(None)
+    repeated._forget()
     yield
     rp.set_backend(None)
     rp.set_precision(None)
@@ -183,3 +185,10 @@ def backend(request):
 def rng():
     """The same numbers in every test."""
     return np.random.default_rng(20261121)
+
+
+@pytest.fixture
+def unmet(monkeypatch):
+    """No call is known from before: each is made by the backend's `evaluate`, which a test may replace."""
+    for name in ("form", "form_of_sequences"):
+        monkeypatch.setattr(repeated, name, lambda *_, **__: None)

@@ -156,7 +156,7 @@ def test_documentation_prints_the_recorded_figures(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("scheme", ["plain", "rotary"])
-def test_accuracy_is_tracked(scheme, dtype, monkeypatch):
+def test_accuracy_is_tracked(scheme, dtype, unmet, monkeypatch):
     accuracy = importlib.import_module("benchmarks.accuracy").Accuracy
     assert [set(axis) for axis in accuracy.params] == [set(rp.SCHEMES), {"float16", "float32", "float64"}]
     bench = accuracy()

@@ -410,7 +410,7 @@ def test_vectors(run, as_json, few_vectors, tmp_path):
     assert found["comparisons"] > 5 * found["records"]
 
 
-def test_wrong_vectors_give_exit_code_1(run, as_json, few_vectors, tmp_path, monkeypatch):
+def test_wrong_vectors_give_exit_code_1(run, as_json, few_vectors, unmet, tmp_path, monkeypatch):
     run("vectors", "golden")
     (tmp_path / "golden" / "t5.exact.own.float32.npz").unlink()
     (tmp_path / "golden" / "t5.exact.own.float64.json").write_text("{}")
@@ -471,7 +471,7 @@ def test_check(run, as_json, few_cases):
 
 
 @pytest.mark.parametrize("factor", [1.01, np.nan])
-def test_check_finds_a_wrong_backend(run, as_json, few_cases, monkeypatch, factor):
+def test_check_finds_a_wrong_backend(run, as_json, few_cases, unmet, monkeypatch, factor):
     right = rp.backend.evaluate
     monkeypatch.setattr(rp.backend, "evaluate", lambda *args: tuple(x * factor for x in right(*args)))
     code, out, _ = run("check")

@@ -61,7 +61,7 @@ def test_all_promises_are_kept(capsys):
     assert code == 0, said
 
 
-def test_wrong_numbers_break_promises(few, monkeypatch):
+def test_wrong_numbers_break_promises(few, unmet, monkeypatch):
     right = rp.backend.evaluate
     monkeypatch.setattr(rp.backend, "evaluate", lambda *args: tuple(x * np.float32(1.00001) for x in right(*args)))
     for name in ("float32", "many_keys", "than_numpy", "sums"):
