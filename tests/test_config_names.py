@@ -159,11 +159,3 @@ def test_parakeet_is_a_conformer():
     assert rp.from_config(whole, layer=1, part="encoder").schemes == layer.schemes
     with pytest.raises(rp.RelposError, match="num_key_value_heads: 2 is not understood in parakeet_encoder"):
         rp.from_config(own | {"num_key_value_heads": 2}, layer=0)
-
-
-def test_udop_has_tables_of_the_page_in_its_encoder_alone():
-    encoder, decoder = (rp.from_config({"model_type": "udop"}, layer=0, part=part) for part in ("encoder", "decoder"))
-    assert (encoder.schemes[0].scheme, encoder.inputs, encoder.scale) == ("LayoutBias", ("boxes",), 1.0)
-    assert decoder.schemes[0].scheme == "T5"
-    with pytest.raises(rp.RelposError, match=r"relative_bias_args: .* is not understood in udop"):
-        rp.from_config({"model_type": "udop", "relative_bias_args": [{"type": "1d"}]}, layer=0, part="encoder")

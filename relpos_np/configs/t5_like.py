@@ -1,8 +1,6 @@
-"""Models with T5's buckets: T5 and its successors, UDOP, MPNet, and LayoutLMv3."""
+"""Models with T5's buckets: T5 and its successors, MPNet, and LayoutLMv3."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from relpos_np._contract import check
 from relpos_np.configs.absolute import learned
@@ -23,27 +21,6 @@ def even_buckets(keys: Keys, name: str) -> int:
     return number
 
 
-def _on_pages(given: Given) -> LayoutBias:
-    """UDOP's tables, which have the heads last; boxes are fractions of the page."""
-    arguments: dict[str, Any] = {**given.arrays, **given.options}
-    return LayoutBias(boxes=given.inputs["boxes"], **arguments)
-
-
-# Tables of 32 buckets, whatever the configuration says of those of the decoder.
-_UDOP = SchemePlan(
-    "LayoutBias",
-    {"variant": "udop", "rounding": "float32"},
-    {
-        name: f"encoder.relative_bias.biases.{n}.relative_attention_bias.weight"
-        for n, name in enumerate(("table", "x_table", "y_table"))
-    },
-    inputs=("boxes",),
-    remark="boxes of all tokens, and then of the patches of the page's image",
-    make=_on_pages,
-    varies=True,
-)
-
-
 def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
     """One table for all layers of a stack, umT5 one per layer; not scaled; none in cross-attention."""
     keys.only("add_cross_attention", False, None)
@@ -53,8 +30,6 @@ def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
     )
     if keys.model_type == "umt5":
         keys.ignore("scalable_attention")  # its authors' word for a table of each layer, which the type has
-    if keys.model_type == "udop":
-        keys.only("relative_bias_args", [{"type": name} for name in ("1d", "horizontal", "vertical")], None)
     buckets = even_buckets(keys, "relative_attention_num_buckets")
     last = keys.integer("relative_attention_max_distance")
     heads, dim = keys.integer("num_heads"), keys.integer("d_kv")
@@ -69,8 +44,6 @@ def _t5(keys: Keys, layer: int, part: str) -> LayerAttention:
         options = {"max_distance": last, "bidirectional": part == "encoder", "rounding": "float32"}
         table = f"{part}.block.{block}.layer.0.SelfAttention.relative_attention_bias.weight"
         plans = (SchemePlan("T5", options, {"table": table}, remark=f"{buckets} buckets"),)
-    if keys.model_type == "udop" and part == "encoder":
-        plans = (_UDOP,)
     found = equal_heads(layers, heads, dim) | {"scale": 1.0, "causal": part == "decoder"}
     return LayerAttention(keys.model_type, part, layer, schemes=plans, **found)
 
@@ -132,7 +105,7 @@ def _layoutlmv3(keys: Keys, layer: int, part: str) -> LayerAttention:
     )
 
 
-register(_t5, "t5 mt5 umt5 switch_transformers udop", kind="Text", parts=("encoder", "decoder", "cross"))
+register(_t5, "t5 mt5 umt5 switch_transformers", kind="Text", parts=("encoder", "decoder", "cross"))
 register(_t5, "pop2piano", kind="Speech and music", parts=("encoder", "decoder", "cross"))
 register(_mpnet, "mpnet", kind="Text")
 register(_layoutlmv3, "layoutlmv3", kind="Text")

@@ -14,7 +14,6 @@ from tests.parity.config_sizes import (
     MPT,
     OMNI2,
     OMNI3,
-    PAGES,
     PAIR,
     PALI,
     QWEN3,
@@ -57,7 +56,6 @@ MODELS = (
     Model(
         "pop2piano", T5, "pair", parts=BOTH, net="models.pop2piano.modeling_pop2piano.Pop2PianoForConditionalGeneration"
     ),
-    Model("udop", T5, "pages", parts=BOTH, given=(("boxes", PAGES),)),
     Model("mpnet", {**BERT, "relative_attention_num_buckets": 32}, calls="mpnet"),
     *(
         Model("layoutlmv3", {**BERT, **LAYOUT, **more}, "boxes", "bert", given=(("boxes", BOXES),))

@@ -147,7 +147,6 @@ THREE_N |= {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": SH
 FOUR = {"sliding_window": 9, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50, "global_head_dim": 24}
 DIA = {"cross_num_attention_heads": 6, "cross_head_dim": 12, "cross_num_key_value_heads": 3, "cross_hidden_size": 48}
 BOXES = np.array([[7 * n % 200, 11 * n % 300, 7 * n % 200 + 9, 11 * n % 300 + n] for n in range(37)])
-PAGES = (BOXES / 400).astype(np.float32)
 INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
 TOWER = {"depth": 2, "num_heads": 4, "patch_size": 4, "in_channels": 3, "temporal_patch_size": 2}
 TOWER |= {"spatial_merge_size": 2, "intermediate_size": 64}

@@ -82,11 +82,6 @@ def inputs_of(model, settings):
         "text": lambda: {"input_ids": ids(LENGTH), "attention_mask": torch.ones(2, LENGTH, dtype=torch.long)},
         "ids": lambda: {"input_ids": ids(LENGTH)},
         "boxes": lambda: {"input_ids": ids(LENGTH), "bbox": torch.tensor(given["boxes"]).expand(2, -1, -1)},
-        "pages": lambda: {
-            "input_ids": ids(LENGTH),
-            "bbox": torch.tensor(given["boxes"], dtype=torch.float32).expand(2, -1, -1),
-            "decoder_input_ids": ids(23),
-        },
         "codes": lambda: {"input_ids": codes(LENGTH, c.num_codebooks)},
         "embedded": lambda: {"inputs_embeds": normal(2, LENGTH, c.hidden_size)},
         "pair": lambda: {"input_ids": ids(LENGTH), "decoder_input_ids": ids(23)},
