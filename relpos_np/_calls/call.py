@@ -12,7 +12,7 @@ import numpy as np
 from relpos_np import backend as _backend
 from relpos_np._calls import memory_bounds
 from relpos_np._calls.lowering import all_terms, checked_schemes, each_lifted, each_lowered, fit_option
-from relpos_np._calls.prepared import Ready, own_array, ready, ready_for_lengths, ready_for_sequences
+from relpos_np._calls.prepared import Ready, own_array, ready, ready_for_sequences
 from relpos_np._calls.sinks import before_sinks, sink
 from relpos_np._contract import check, outputs
 from relpos_np._contract.gradient import AttentionGradient
@@ -108,15 +108,15 @@ class Call:
         if sequences is not None:
             reach = sequences.reach()
             made = ready_for_sequences((q, k, v), problem, schemes, shape, dtype, sequences, reach)
-        elif not by_item:
-            made = ready((q, k, v), problem, schemes, shape, dtype)
-        elif problem.unplaced and (schemes or problem.is_banded):
+        elif by_item and problem.unplaced and (schemes or problem.is_banded):
             # Lengths, which come with each call, decide whether it says where its queries stand.
             return None
         else:
-            made = ready_for_lengths((q, k, v), problem, schemes, shape, dtype)
+            if by_item:
+                problem.key_lengths = check.lengths_of_keys(problem.site.k_len, problem.batch, problem.site.k_len)
+            made = ready((q, k, v), problem, schemes, shape, dtype)
         if made is not None:
-            made.dtype = self.dtype
+            made.by_item, made.dtype = by_item, self.dtype
         return made
 
     def _sinks(self) -> Array | None:

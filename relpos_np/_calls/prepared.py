@@ -162,23 +162,6 @@ def ready(
     return None if planned is None else Ready(planned, shape, result, site, own, computing)
 
 
-def ready_for_lengths(
-    operands: tuple[Array, Array, Array],
-    problem: Problem,
-    schemes: tuple[Scheme, ...],
-    shape: tuple[int, ...],
-    result: np.dtype[Any],
-) -> Ready | None:
-    """As `ready`, of calls that say how many keys each of their items has."""
-    made = ready(operands, replace(problem, key_lengths=None), schemes, shape, result)
-    if made is not None and not made.takes_lengths:
-        lengths = check.lengths_of_keys(problem.site.k_len, problem.batch, problem.site.k_len)
-        made = ready(operands, replace(problem, key_lengths=lengths), schemes, shape, result)
-    if made is not None:
-        made.by_item = True
-    return made
-
-
 def ready_for_sequences(
     operands: tuple[Array, Array, Array],
     problem: Problem,
@@ -247,7 +230,8 @@ class PreparedAttention:
         made = ready((q, k, v), problem, schemes, shape, result)
         self._ready = {False: made, True: made}
         if made is not None and not made.takes_lengths:
-            self._ready[True] = ready_for_lengths((q, k, v), problem, schemes, shape, result)
+            problem.key_lengths = check.lengths_of_keys(self._k_len, self._batch, self._k_len)
+            self._ready[True] = ready((q, k, v), problem, schemes, shape, result)
         if options["selected"] is None and q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
             reach, lengths = (problem.site.q_len, self._k_len), np.broadcast_to(np.int64(self._k_len), self._batch)
             items, alone = Sequences.of_items(lengths - reach[0], *reach, lengths), replace(problem, key_lengths=None)
